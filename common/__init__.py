@@ -1,0 +1,1 @@
+"""Data model and contracts shared by every process: no sockets, no torch."""

@@ -1,0 +1,1 @@
+"""The advantage role: rewards of a group become advantages of its tokens."""

@@ -1,0 +1,1 @@
+"""Algorithms; one file each, holding both halves: advantages (numpy) and the loss (torch)."""

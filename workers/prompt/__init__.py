@@ -1,0 +1,1 @@
+"""The prompt role: rows of a data source become groups without samples."""

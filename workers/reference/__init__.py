@@ -1,0 +1,1 @@
+"""The reference role: log-probs of the responses under the frozen initial weights."""

@@ -1,0 +1,1 @@
+"""The rollout role: groups without samples become groups with samples."""

@@ -1,0 +1,1 @@
+"""One file a component; the file name is its name."""
