@@ -38,6 +38,7 @@ _DECLARED = (
     Column("source", _TEXT, "prompt", "prompt", "prompt", "data source the prompt came from"),
     Column("reward_kind", _TEXT, "prompt", "prompt", "prompt", "reward that scores it; empty: the run's own"),
     Column("sampling", _TEXT, "prompt", "prompt", "prompt", "JSON object of settings that override the run's"),
+    Column("evaluation_size", pa.int32(), "prompt", "prompt", "prompt", "prompts in its evaluation; 0 in training"),
     Column("prompt_ids", _IDS, "prompt", "inputs", "prompt", "tokens, placeholders expanded", "token ids"),
     Column("placeholder_start", _IDS, "prompt", "inputs", "prompt", "first token of each media run", "token index"),
     Column("placeholder_length", _IDS, "prompt", "inputs", "prompt", "length of each media run", "tokens"),

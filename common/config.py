@@ -49,9 +49,13 @@ class Sampling(Table):
 
 
 class Evaluation(Table):
-    """Held-out prompts, answered greedily (`temperature` 0) at the first and last version and every `every` updates."""
+    """Held-out prompts, answered once each at the first and last version and every `every` updates.
+
+    `temperature` 0 is greedy. An answer counts as solved when its reward is at least `solved_at`.
+    """
 
     prompts: int = Field(128, ge=0)
+    solved_at: float = 1.0
     every: int = Field(0, ge=0)
     temperature: float = Field(0.0, ge=0)
     deadline_seconds: float = Field(300.0, gt=0)
@@ -74,7 +78,10 @@ class Workers(Table):
 
 
 class Broker(Table):
-    """The sample broker. A bound of 0 is refused: in ZeroMQ, 0 would mean unlimited."""
+    """The sample broker. A bound of 0 is refused: in ZeroMQ, 0 would mean unlimited.
+
+    `max_queue_groups`: prompts that wait for rollout; by default twice what max_staleness lets run.
+    """
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
@@ -82,7 +89,7 @@ class Broker(Table):
     heartbeat_seconds: float = Field(1.0, gt=0)
     request_seconds: float = Field(60.0, gt=0)
     max_attempts: int = Field(3, gt=0)
-    max_queue_groups: int = Field(4096, gt=0)
+    max_queue_groups: int | None = Field(None, gt=0)
     max_queue_bytes: int = Field(4 << 30, gt=0)
     high_water_mark: int = Field(64, gt=0)
 
@@ -257,12 +264,17 @@ def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _contradictions(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.max_staleness != 0:
         yield f"mode = 'sync' takes turns, so max_staleness must be 0, not {config.max_staleness}"
+    if config.deterministic and config.max_staleness != 0:
+        yield (
+            f"deterministic = true needs max_staleness = 0, not {config.max_staleness}: "
+            "otherwise the version that makes a token depends on timing"
+        )
     if (config.model.path is None) == (config.model.recipe is None):
         yield "set exactly one of model.path (a Hugging Face folder) and model.recipe.name (a model made here)"
     if config.steps is None and config.epochs is None:
         yield "set steps, epochs or both: without them the run has no end"
     window = (config.max_staleness + 1) * config.groups_per_step
-    if config.broker.max_queue_groups < window:
+    if config.broker.max_queue_groups is not None and config.broker.max_queue_groups < window:
         yield (
             f"broker.max_queue_groups = {config.broker.max_queue_groups} is less than the {window} groups that "
             f"max_staleness = {config.max_staleness} and groups_per_step = {config.groups_per_step} keep under way"

@@ -2,7 +2,8 @@
 
 RelaxError                                                                       exit 1
 ├── ConfigError    edit the configuration; names the setting                     exit 2
-├── WireError      peers disagree (schema, run id, checksum)                     exit 3
+├── WireError      peers disagree (protocol, run id, schema)                     exit 3
+│   └── Damaged        bytes changed or went missing under way; asked for again
 ├── BrokerError    the broker did not do what was asked                          exit 4
 │   ├── Unreachable    no answer; names endpoint, verb and seconds
 │   ├── QueueFull      a bound was reached and no room came; names queue and bound
@@ -30,6 +31,10 @@ class WireError(RelaxError):
     """Two peers disagree about protocol, run, schema, length or checksum. Nothing was accepted."""
 
     exit_code = 3
+
+
+class Damaged(WireError):
+    """Length or checksum differ from what the header announced; sending again helps."""
 
 
 class BrokerError(RelaxError):
@@ -66,7 +71,17 @@ class WorkerError(RelaxError):
 
 _BY_NAME: dict[str, type[RelaxError]] = {
     kind.__name__: kind
-    for kind in (RelaxError, ConfigError, WireError, BrokerError, Unreachable, QueueFull, LeaseLost, WorkerError)
+    for kind in (
+        RelaxError,
+        ConfigError,
+        WireError,
+        Damaged,
+        BrokerError,
+        Unreachable,
+        QueueFull,
+        LeaseLost,
+        WorkerError,
+    )
 }
 
 

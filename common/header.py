@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgpack
 
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.section import Buffer, Section, SectionInfo, check
 
 PROTOCOL = 1
@@ -133,11 +133,11 @@ def frames_of(header: Header) -> list[SectionInfo]:
 def attach(header: Header, frames: Sequence[Buffer]) -> list[tuple[Item, dict[str, Section]]]:
     """Pair each item with its sections after checking lengths and checksums.
 
-    Raises `WireError` when the number of frames, a length or a checksum differs from what the header announces.
+    Raises `Damaged` when the number of frames, a length or a checksum differs from what the header announces.
     """
     expected = frames_of(header)
     if len(expected) != len(frames):
-        raise WireError(f"{len(frames)} frames arrived, {len(expected)} were announced")
+        raise Damaged(f"{len(frames)} frames arrived, {len(expected)} were announced")
     remaining = iter(frames)
     paired: list[tuple[Item, dict[str, Section]]] = []
     for item in header.items:

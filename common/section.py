@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from common.columns import SCHEMAS
-from common.errors import WireError
+from common.errors import Damaged, WireError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -65,12 +65,12 @@ def encode(name: str, columns: Mapping[str, Sequence[Any] | pa.Array]) -> Sectio
 
 
 def check(info: SectionInfo, data: Buffer) -> None:
-    """Raise `WireError` unless `data` has the length and checksum that `info` announces."""
+    """Raise `Damaged` unless `data` has the length and checksum that `info` announces."""
     length = memoryview(data).nbytes
     if length != info.length:
-        raise WireError(f"section {info.name!r}: {length} bytes arrived, {info.length} were announced")
+        raise Damaged(f"section {info.name!r}: {length} bytes arrived, {info.length} were announced")
     if xxhash.xxh3_64_intdigest(data) != info.checksum:
-        raise WireError(f"section {info.name!r}: checksum of {length} bytes differs from the announced one")
+        raise Damaged(f"section {info.name!r}: checksum of {length} bytes differs from the announced one")
 
 
 def decode(section: Section) -> pa.RecordBatch:

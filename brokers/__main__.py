@@ -1,0 +1,102 @@
+"""Start a broker: `python -m brokers samples --plan FILE` or `python -m brokers weights --broker ADDRESS`."""
+
+import argparse
+import json
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from brokers.client import SampleClient
+from brokers.dealer import DealerChannel
+from brokers.record import Limits, StageSpec
+from brokers.router import Router
+from brokers.samples import Facts, SampleService
+from brokers.weights import WeightService
+from common import logs
+from common.clock import SystemClock
+from common.config import Config, from_json
+from common.errors import ConfigError
+from common.process import Stop, run_main, write_atomically
+
+
+def limits_of(config: Config) -> Limits:
+    """Return the bounds that a configuration sets for the ledger."""
+    broker = config.broker
+    window = (config.max_staleness + 1) * config.groups_per_step
+    return Limits(
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        total_groups=None if config.steps is None else config.steps * config.groups_per_step,
+        lease_seconds=broker.lease_seconds,
+        max_attempts=broker.max_attempts,
+        max_queue_groups=broker.max_queue_groups or 2 * window,
+        max_queue_bytes=broker.max_queue_bytes,
+        in_order=config.deterministic,
+    )
+
+
+def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
+    """Serve the sample broker of the run that a plan file describes, until told to stop."""
+    try:
+        plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plan {args.plan}: {error}; `python -m launch plan CONFIG --write` makes one") from error
+    config = from_json(json.dumps(plan["config"]))
+    facts = Facts(plan["run"], json.dumps(plan["config"]), plan["folder"])
+    service = SampleService(facts, [StageSpec.from_wire(spec) for spec in plan["stages"]], limits_of(config))
+    endpoint = f"tcp://{args.host or config.broker.host}:{config.broker.port if args.port is None else args.port}"
+    router = Router(service, endpoint, SystemClock(), config.broker.high_water_mark)
+    service.log.info("serving", run=facts.run, address=router.address)
+    if args.announce:
+        announcement = {"address": router.address, "run": facts.run, "pid": os.getpid()}
+        write_atomically(Path(args.announce), announcement)
+    router.run(stop.is_set)
+    router.close()
+
+
+def serve_weights(args: argparse.Namespace, stop: Stop) -> None:
+    """Serve the weight broker of the run at a sample broker's address, until the run ends or told to stop."""
+    channel = DealerChannel(args.broker, args.name, uuid.uuid4().hex[:8])
+    client = SampleClient(channel, args.name, args.run)
+    try:
+        welcome = client.hello("weights", socket.gethostname(), os.getpid(), seconds=args.deadline)
+        config = welcome.config
+        service = WeightService(welcome.run, config.weights.keep_versions)
+        endpoint = f"tcp://{args.host or config.broker.host}:{args.port or 0}"
+        router = Router(service, endpoint, SystemClock(), config.broker.high_water_mark)
+        client.hello("weights", socket.gethostname(), os.getpid(), endpoint=router.address, seconds=args.deadline)
+        channel.start_heartbeats()
+        service.log.info("serving", run=welcome.run, address=router.address)
+        router.run(lambda: stop.is_set() or client.ended)
+        router.close()
+    finally:
+        channel.close(drain_seconds=1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve."""
+    parser = argparse.ArgumentParser(prog="python -m brokers", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    samples = kinds.add_parser("samples", help="the sample broker")
+    samples.add_argument("--plan", required=True, metavar="FILE", help="plan.json of the run's folder")
+    samples.add_argument("--announce", metavar="FILE", help="where to write the address that was bound")
+    weights = kinds.add_parser("weights", help="the weight broker")
+    weights.add_argument("--broker", required=True, metavar="ADDRESS", help="address of the sample broker")
+    weights.add_argument("--name", default=f"weights-{socket.gethostname()}-{os.getpid()}")
+    weights.add_argument("--run", default="", help="refuse any other run")
+    weights.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS", help="for the first answer")
+    for kind in (samples, weights):
+        kind.add_argument("--host", help="host to bind; default: broker.host")
+        kind.add_argument("--port", type=int, help="port to bind; default: any free one, or broker.port")
+        kind.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args(argv)
+    logs.configure(args.kind, json_lines=args.log_json)
+    stop = Stop().install()
+    {"samples": serve_samples, "weights": serve_weights}[args.kind](args, stop)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,200 @@
+"""The channel through a socket: one I/O thread per worker process owns the DEALER and keeps leases alive.
+
+The work loop never touches the socket. It hands requests over through a deque and wakes the thread through an
+in-process pair; replies complete futures. Heartbeats carry the progress that the work loop reported.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import structlog
+import zmq
+
+from brokers import sockets
+from brokers.channel import Pending, Pulse, Reply, settle
+from common.errors import Unreachable, WireError, WorkerError
+from common.header import Header, pack, unpack
+from common.section import Buffer
+
+REPLY_SECONDS = 30.0
+"""how long a reply may take beyond the deadline that the request itself carries"""
+
+
+@dataclass(slots=True)
+class _Request:
+    header: Header
+    frames: tuple[Buffer, ...]
+    pending: Pending
+    until: float
+    seconds: float
+
+
+class DealerChannel:
+    """A channel to the broker at `endpoint`, as `worker#incarnation`."""
+
+    def __init__(
+        self, endpoint: str, worker: str, incarnation: str, heartbeat_seconds: float = 1.0, high_water_mark: int = 64
+    ) -> None:
+        self.pulse = Pulse()
+        self.endpoint = sockets.address(endpoint)
+        self._names = (worker, incarnation)
+        self._owner = os.getpid()
+        self._heartbeat_seconds = heartbeat_seconds
+        self._high_water_mark = high_water_mark
+        self._context = zmq.Context()
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.set_hwm(1)
+        self._wake_in.bind("inproc://wake")
+        self._outbox: deque[_Request] = deque()
+        self._waiting: dict[int, _Request] = {}
+        self._lock = threading.Lock()
+        self._last = 0
+        self._beating = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"io {self.endpoint}", daemon=True)
+        self._thread.start()
+
+    def request(self, header: Header, frames: Sequence[Buffer] = (), *, seconds: float | None = None) -> Pending:
+        """Send a request; its future fails with `Unreachable` when no reply came in time.
+
+        Raises `WorkerError` in a process that inherited this channel by a fork: the socket belongs to its parent.
+        """
+        if os.getpid() != self._owner:
+            raise WorkerError(
+                f"this channel to {self.endpoint} belongs to process {self._owner}; a forked child must open its own"
+            )
+        pending: Pending = Future()
+        allowed = header.deadline_s + (REPLY_SECONDS if seconds is None else seconds)
+        with self._lock:
+            if self._closing:
+                raise WorkerError(f"the channel to {self.endpoint} is closed")
+            self._last += 1
+            worker, incarnation = self._names
+            stamped = replace(header, worker=worker, incarnation=incarnation, request=self._last)
+            self._outbox.append(_Request(stamped, tuple(frames), pending, time.monotonic() + allowed, allowed))
+        self._wake()
+        return pending
+
+    def start_heartbeats(self) -> None:
+        """Begin to send heartbeats; after hello."""
+        self._beating = True
+        self._wake()
+
+    def close(self, drain_seconds: float) -> int:
+        """Wait up to `drain_seconds` for replies, then end the thread; return how many requests had none."""
+        with self._lock:
+            self._closing = True
+            open_requests = [r.pending for r in (*self._outbox, *self._waiting.values())]
+        until = time.monotonic() + drain_seconds
+        for pending in open_requests:
+            remaining = until - time.monotonic()
+            if remaining > 0 and not pending.done():
+                try:
+                    pending.exception(remaining)
+                except TimeoutError:
+                    break
+        undelivered = sum(not pending.done() for pending in open_requests)
+        if undelivered:
+            structlog.get_logger(part="channel").warning("closed", endpoint=self.endpoint, undelivered=undelivered)
+        self._owner = -1
+        self._wake()
+        self._thread.join()
+        self._wake_in.close(0)
+        self._context.term()
+        return undelivered
+
+    def _wake(self) -> None:
+        with self._lock, contextlib.suppress(zmq.Again):  # Again: the thread has been woken already
+            self._wake_in.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        wake_out = self._context.socket(zmq.PAIR)
+        wake_out.set_hwm(1)
+        wake_out.connect("inproc://wake")
+        socket = self._context.socket(zmq.DEALER)
+        sockets.prepare(socket, self._high_water_mark)
+        socket.setsockopt_string(zmq.IDENTITY, "#".join(self._names))
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.connect(self.endpoint)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(wake_out, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while self._owner > 0:
+            now = time.monotonic()
+            if self._beating and now >= next_beat:
+                next_beat = now + self._heartbeat_seconds
+                self._beat(socket)
+            self._send(socket)
+            poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
+            events = dict(poller.poll(50))
+            if wake_out in events:
+                wake_out.recv()
+            if socket in events:
+                self._receive(socket)
+            self._expire()
+        wake_out.close(0)
+        socket.close(0)
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        with self.pulse.lock:
+            progress = dict(self.pulse.progress)
+        worker, incarnation = self._names
+        header = Header("beat", worker=worker, incarnation=incarnation, body={"progress": progress})
+        with contextlib.suppress(zmq.Again):  # no connection, or the pipe is full: the next beat tells the same
+            socket.send(pack(header), zmq.NOBLOCK)
+
+    def _send(self, socket: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            request = self._outbox[0]
+            try:
+                socket.send_multipart([pack(request.header), *request.frames], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return  # at the high-water mark: the request stays first in line
+            with self._lock:
+                self._waiting[request.header.request] = request
+                self._outbox.popleft()
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                parts = cast(list[Any], socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                return
+            try:
+                header = unpack(parts[0].buffer)
+            except WireError as error:
+                structlog.get_logger(part="channel").error("reply refused", error=str(error))
+                continue
+            if header.verb == "ping":
+                worker, incarnation = self._names
+                with contextlib.suppress(zmq.Again):
+                    socket.send(pack(Header("pong", worker=worker, incarnation=incarnation)), zmq.NOBLOCK)
+                continue
+            self.pulse.heard(dict(header.body))
+            with self._lock:
+                request = self._waiting.pop(header.request, None)
+            if request is not None:
+                settle(request.pending, Reply(header, tuple(frame.buffer for frame in parts[1:])))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [request for request in self._waiting.values() if request.until <= now]
+            late += [request for request in self._outbox if request.until <= now]
+            for request in late:
+                self._waiting.pop(request.header.request, None)
+                if request in self._outbox:
+                    self._outbox.remove(request)
+        for request in late:
+            request.pending.set_exception(
+                Unreachable(f"broker {self.endpoint} did not answer {request.header.verb!r} in {request.seconds:g} s")
+            )

@@ -1,0 +1,136 @@
+"""What the ledger keeps: the wiring of stages, a record per live group, a lease per group in work, counts of ends."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.group import GroupKey, PolicyVersion, Purpose
+from common.section import SectionInfo
+
+ROLLOUT, TRAINER = "rollout", "trainer"
+End = Literal["dropped", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage of the pipeline in terms of sections. The order of stages follows from `requires` and `adds`."""
+
+    name: str
+    requires: frozenset[str]
+    adds: frozenset[str]
+    purposes: frozenset[Purpose]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain lists for a header or a file."""
+        return {
+            "name": self.name,
+            "requires": sorted(self.requires),
+            "adds": sorted(self.adds),
+            "purposes": sorted(self.purposes),
+        }
+
+    @staticmethod
+    def from_wire(spec: dict[str, Any]) -> "StageSpec":
+        """Read back what `to_wire` wrote."""
+        return StageSpec(
+            spec["name"], frozenset(spec["requires"]), frozenset(spec["adds"]), frozenset(spec["purposes"])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers that bound a run. `total_groups`: train groups the run may start, None for no bound.
+
+    `in_order`: hand groups to the trainer strictly in the order of their prompts (deterministic runs).
+    """
+
+    groups_per_step: int
+    max_staleness: int = 0
+    total_groups: int | None = None
+    lease_seconds: float = 30.0
+    max_attempts: int = 3
+    max_queue_groups: int = 4096
+    max_queue_bytes: int = 4 << 30
+    in_order: bool = False
+
+
+@dataclass(slots=True)
+class Record:
+    """A live group. `pending`: stages that have not acknowledged it yet."""
+
+    key: GroupKey
+    pending: set[str]
+    created: float
+    sections: dict[str, SectionInfo] = field(default_factory=dict[str, SectionInfo])
+    leases: dict[str, int] = field(default_factory=dict[str, int])
+    attempts: Counter[str] = field(default_factory=Counter[str])
+    history: list[str] = field(default_factory=list[str])
+    deadline: PolicyVersion | None = None
+    version_min: PolicyVersion = -1
+    version_max: PolicyVersion = -1
+    tokens: int = 0
+    handed: bool = False
+    trained_step: PolicyVersion | None = None
+    started: float = 0.0
+    generated: float = 0.0
+
+    @property
+    def is_train(self) -> bool:
+        """Whether the group counts for credits and staleness."""
+        return self.key.purpose == "train"
+
+    def bytes_for(self, sections: Iterable[str]) -> int:
+        """Bytes of these sections that are here."""
+        return sum(self.sections[name].length for name in sections if name in self.sections)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A group handed to a worker until `expires`, in seconds of the ledger's clock. `staged`: put, not yet acked."""
+
+    id: int
+    group: str
+    stage: str
+    worker: str
+    attempt: int
+    expires: float
+    staged: dict[str, SectionInfo] = field(default_factory=dict[str, SectionInfo])
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease together with what the worker needs to know about its group."""
+
+    lease: Lease
+    record: Record
+    sections: tuple[SectionInfo, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """How groups ended. `started` = trained + dropped + dead + those still under way."""
+
+    started: int = 0
+    trained: int = 0
+    evaluated: int = 0
+    evaluation_lost: int = 0
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    dead: Counter[str] = field(default_factory=Counter[str])
+    restarted: int = 0
+    expired: int = 0
+    repeated: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain numbers and maps."""
+        return {
+            "started": self.started,
+            "trained": self.trained,
+            "evaluated": self.evaluated,
+            "evaluation_lost": self.evaluation_lost,
+            "dropped": dict(self.dropped),
+            "dead": dict(self.dead),
+            "restarted": self.restarted,
+            "expired": self.expired,
+            "repeated": self.repeated,
+        }

@@ -1,0 +1,85 @@
+"""The loop of a broker process: one ROUTER socket, one service. Everything it decides, the service decides."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import zmq
+
+from brokers import sockets
+from brokers.service import Message, Outgoing, Service
+from common.clock import Clock
+from common.errors import WireError
+from common.header import pack, unpack
+
+TICK_SECONDS = 0.05
+"""how often time passes for a service that hears nothing"""
+
+
+class Router:
+    """Serves one service on one endpoint. `endpoint` with port 0 takes a free port; `address` says which."""
+
+    def __init__(self, service: Service, endpoint: str, clock: Clock, high_water_mark: int = 64) -> None:
+        self._service = service
+        self._clock = clock
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        sockets.prepare(self._socket, high_water_mark)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not lost
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer is heard at once
+        self.address = sockets.bind(self._socket, endpoint)
+        self._unsent: dict[str, list[Outgoing]] = {}
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Serve until `stop()` is true."""
+        next_tick = self._clock.now()
+        while not stop():
+            now = self._clock.now()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._send(self._service.tick(now))
+                self._send([out for queue in self._unsent.values() for out in queue], again=True)
+            wait_ms = max(1, int(1000 * (next_tick - now)))
+            if self._socket.poll(wait_ms):
+                self._receive()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self) -> None:
+        """Handle everything that has arrived, so that one poll serves many messages."""
+        while True:
+            try:
+                parts = cast(list[Any], self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                return
+            peer = bytes(parts[0].buffer).decode("utf-8", "replace")
+            try:
+                if len(parts) < 2:
+                    raise WireError(f"message of {len(parts)} frames from {peer!r}")
+                header = unpack(parts[1].buffer)
+            except WireError as error:
+                self._service.on_malformed(error)
+                continue
+            frames = [frame.buffer for frame in parts[2:]]
+            self._send(self._service.handle(Message(peer, header, frames, self._clock.now())))
+
+    def _send(self, outgoing: list[Outgoing], *, again: bool = False) -> None:
+        if again:
+            self._unsent = {}
+        for out in outgoing:
+            if out.peer in self._unsent:
+                self._unsent[out.peer].append(out)
+                continue
+            try:
+                message = [out.peer.encode(), pack(out.header), *out.frames]
+                self._socket.send_multipart(message, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._unsent[out.peer] = [
+                    out
+                ]  # its pipe is at the high-water mark; kept in order, sent at the next tick
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._send(self._service.on_unroutable(out.peer, self._clock.now()))

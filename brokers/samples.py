@@ -1,0 +1,283 @@
+"""The sample broker: verbs over the ledger, bytes over the store, and requests that wait."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from brokers.ledger import Ledger
+from brokers.record import TRAINER, Grant, Limits, StageSpec
+from brokers.report import describe, item_of
+from brokers.roster import Member
+from brokers.service import Message, Service
+from brokers.store import MemoryStore
+from brokers.turn import Turn
+from brokers.waiting import Waiting, WaitingRoom
+from common.errors import QueueFull, RelaxError, WireError
+from common.group import GroupKey
+from common.header import Header, Item, attach
+from common.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What HELLO tells a worker: the run, its resolved configuration (JSON) and its folder (absolute path)."""
+
+    run: str
+    config: str
+    folder: str
+
+
+class SampleService(Service):
+    """One run's groups. See `brokers.ledger` for what the verbs mean."""
+
+    def __init__(self, facts: Facts, stages: Iterable[StageSpec], limits: Limits) -> None:
+        super().__init__(facts.run, "samples")
+        self.facts = facts
+        self.store = MemoryStore()
+        self.ledger = Ledger(stages, limits, self.store.free)
+        self.turn = Turn()
+        self.endpoints: dict[str, str] = {}
+        self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
+        self.adding = WaitingRoom()
+        self.turning = WaitingRoom()
+        self.evaluation = (0, 0)  # how many were asked for, version of the last
+        self.verbs |= {
+            "add": self._add,
+            "lease": self._lease,
+            "put": self._put,
+            "ack": self._ack,
+            "nack": self._nack,
+            "fetch": self._fetch,
+            "drop": self._drop,
+            "advance": self._advance,
+            "commit": self._commit,
+            "turn": self._turn,
+            "evaluate": self._evaluate,
+            "end_of_data": self._end_of_data,
+            "end": self._end,
+            "status": self._status,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the run is; every reply carries it."""
+        ended = self.ledger.ended
+        state, reason = ended or ("running", "")
+        return {
+            "state": state,
+            "reason": reason,
+            "version": self.ledger.window.version,
+            "endpoints": dict(self.endpoints),
+            "evaluation": list(self.evaluation),
+        }
+
+    def welcome(self, member: Member, message: Message) -> dict[str, Any]:
+        """Return the run's configuration; a member with an endpoint is told to everybody from now on."""
+        endpoint = message.text("endpoint")
+        if endpoint:
+            self.endpoints[member.role] = endpoint
+        facts = {"run": self.facts.run, "config": self.facts.config, "folder": self.facts.folder}
+        return {**facts, "next_seq": dict(self.ledger.next_seq), **self.state()}
+
+    def on_beat(self, message: Message) -> None:
+        """Leases of a worker that lives run anew."""
+        self.ledger.extend(message.peer, message.now)
+
+    def on_lost(self, member: Member, now: float) -> None:
+        """Its groups are ready again; a goodbye is no fault of theirs."""
+        if member.lost:
+            self.ledger.lost(member.peer, member.lost, now)
+        else:
+            for lease in self.ledger.books.held_by(member.peer):
+                self.ledger.nack(lease.id, member.peer, "worker left", now, fault=False)
+        self.turn.lost(member.peer)
+        for room in (*self.leasing.values(), self.adding, self.turning):
+            room.leave(member.peer)
+
+    def on_time(self, now: float) -> None:
+        """Expire leases; tell requests that waited too long what they waited for."""
+        for lease in self.ledger.expire(now):
+            self.log.warning("lease expired", group=lease.group, stage=lease.stage, worker=lease.worker)
+            self.turn.lost(lease.worker)
+        for room in self.leasing.values():
+            for waiting in room.overdue(now):
+                self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
+        for waiting in self.turning.overdue(now):
+            reply = Header("ok", body={**self.state(), "fence": 0})
+            self.reply(waiting.message.peer, waiting.message.header, reply)
+        for waiting in self.adding.overdue(now):
+            item, _ = waiting.items[0]
+            why = self.ledger.room_for(_key(item), item.sections)
+            error = QueueFull(f"group {item.group} waited {waiting.message.header.deadline_s:g} s: {why}")
+            self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
+
+    def serve(self, now: float) -> None:
+        """Answer waiting requests for which something changed."""
+        changed = self.ledger.books.changed
+        while changed:
+            self.leasing[changed.pop()].serve(lambda waiting: self._answered(self._try_lease, waiting, now))
+        self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
+        self.turning.serve(self._try_turn)
+
+    def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
+        try:
+            return attempt(waiting, now)
+        except RelaxError as error:
+            self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
+            return True
+
+    def _add(self, message: Message) -> None:
+        items = attach(message.header, message.frames)
+        for item, _ in items:
+            if item.purpose not in self.ledger.next_seq:
+                raise WireError(f"group {item.group}: unknown purpose {item.purpose!r}")
+        waiting = Waiting(message, message.now + message.header.deadline_s, items)
+        behind_others = len(self.adding) > 0 and any(item.purpose == "train" for item, _ in items)
+        if behind_others or not self._try_add(waiting, message.now):
+            self.adding.add(waiting)
+
+    def _try_add(self, waiting: Waiting, now: float) -> bool:
+        while waiting.items:
+            item, sections = waiting.items[0]
+            if self.ledger.room_for(_key(item), item.sections) is not None:
+                return False
+            if self.ledger.add(_key(item), item.sections, now):
+                record = self.ledger.books.records[item.group]
+                for name in record.sections:
+                    self.store.keep(item.group, sections[name])
+            waiting.items.pop(0)
+        self.reply(waiting.message.peer, waiting.message.header, Header("ok", body=self.state()))
+        return True
+
+    def _lease(self, message: Message) -> Header | None:
+        header = message.header
+        if header.stage not in self.leasing:
+            raise WireError(f"unknown stage {header.stage!r}; known: {', '.join(self.leasing)}")
+        for older in self.leasing[header.stage].withdraw(message.peer):
+            self.reply(message.peer, older.message.header, self._nothing(older.message))
+        waiting = Waiting(message, message.now + header.deadline_s)
+        if self._try_lease(waiting, message.now):
+            return None
+        if header.deadline_s <= 0:
+            return self._nothing(message)
+        self.leasing[header.stage].add(waiting)
+        return None
+
+    def _try_lease(self, waiting: Waiting, now: float) -> bool:
+        """Answer if there is something to hand out, or if nothing will come any more."""
+        message, stage = waiting.message, waiting.message.header.stage
+        version, want = message.integer("version", 0), message.integer("want", 1)
+        if "version" in message.header.body:
+            self.member(message.peer).version = version
+        closed = bool(message.header.body.get("closed", False))
+        granted = self.ledger.lease(stage, message.peer, want, now, version=version, closed=closed)
+        if granted:
+            items = tuple(item_of(grant, now) for grant in granted)
+            frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
+            self.reply(message.peer, message.header, Header("ok", items=items, body=self.state()), frames)
+            return True
+        if self.ledger.ended or (stage == TRAINER and self.ledger.exhausted):
+            self.reply(message.peer, message.header, self._nothing(message))
+            return True
+        return False
+
+    def _nothing(self, message: Message) -> Header:
+        starved = self.ledger.starved(message.header.stage, message.integer("version", 0))
+        return Header("ok", body={**self.state(), "starved": starved})
+
+    def _put(self, message: Message) -> Header:
+        def put(item: Item, sections: dict[str, Section]) -> None:
+            versions = (item.version_min, item.version_max)
+            for name in self.ledger.put(item.lease, message.peer, item.sections, versions, item.tokens):
+                self.store.keep(item.group, sections[name])
+            if message.header.body.get("ack"):
+                self.ledger.ack(item.lease, message.peer, message.now)
+
+        return self._each(attach(message.header, message.frames), put)
+
+    def _ack(self, message: Message) -> Header:
+        step = message.integer("step", -1)
+        return self._each(
+            [(item, {}) for item in message.header.items],
+            lambda item, _: self.ledger.ack(item.lease, message.peer, message.now, step),
+        )
+
+    def _nack(self, message: Message) -> Header:
+        reason, fault = message.text("reason", "no reason given"), bool(message.header.body.get("fault", True))
+        return self._each(
+            [(item, {}) for item in message.header.items],
+            lambda item, _: self.ledger.nack(item.lease, message.peer, reason, message.now, fault=fault),
+        )
+
+    def _each(
+        self, items: Sequence[tuple[Item, dict[str, Section]]], act: Callable[[Item, dict[str, Section]], None]
+    ) -> Header:
+        """Do the same for every item; one that fails does not stop the others. Failures are reported by group."""
+        failed: list[list[str]] = []
+        for item, sections in items:
+            try:
+                act(item, sections)
+            except RelaxError as error:
+                self.refuse(error)
+                failed.append([item.group, type(error).__name__, str(error)])
+        return Header("ok", body={**self.state(), "failed": failed})
+
+    def _fetch(self, message: Message) -> Header | None:
+        """Send the sections of a lease again: they arrived damaged."""
+        (item,) = message.header.items
+        lease, record = self.ledger.books.held(item.lease, message.peer)
+        grant = Grant(lease, record, tuple(record.sections[info.name] for info in item.sections))
+        frames = tuple(self.store.read(item.group, info) for info in grant.sections)
+        self.refused["damaged"] += 1
+        self.reply(
+            message.peer, message.header, Header("ok", items=(item_of(grant, message.now),), body=self.state()), frames
+        )
+        return None
+
+    def _drop(self, message: Message) -> Header:
+        for item in message.header.items:
+            self.ledger.drop(item.group, message.text("reason", "dropped"))
+        return Header("ok", body=self.state())
+
+    def _advance(self, message: Message) -> Header:
+        self.ledger.advance(message.integer("version"))
+        return Header("ok", body=self.state())
+
+    def _commit(self, message: Message) -> Header:
+        self.ledger.commit(message.integer("version"))
+        return Header("ok", body=self.state())
+
+    def _turn(self, message: Message) -> Header | None:
+        fence = message.integer("give", 0)
+        if fence:
+            self.turn.give(message.peer, fence)
+            return Header("ok", body=self.state())
+        waiting = Waiting(message, message.now + message.header.deadline_s)
+        if not self._try_turn(waiting):
+            self.turning.add(waiting)
+        return None
+
+    def _try_turn(self, waiting: Waiting) -> bool:
+        message = waiting.message
+        fence = self.turn.take(message.header.stage, message.peer)
+        if fence or self.ledger.ended:
+            self.reply(message.peer, message.header, Header("ok", body={**self.state(), "fence": fence}))
+        return bool(fence or self.ledger.ended)
+
+    def _evaluate(self, message: Message) -> Header:
+        self.evaluation = (self.evaluation[0] + 1, message.integer("version"))
+        return Header("ok", body=self.state())
+
+    def _end_of_data(self, _message: Message) -> Header:
+        self.ledger.end_of_data()
+        return Header("ok", body=self.state())
+
+    def _end(self, message: Message) -> Header:
+        self.ledger.end(message.text("state", "finished"), message.text("reason"))
+        return Header("ok", body=self.state())
+
+    def _status(self, message: Message) -> Header:
+        return Header("ok", body={"status": describe(self, message.now)})
+
+
+def _key(item: Item) -> GroupKey:
+    return GroupKey(item.group, item.seq, item.purpose, item.min_version)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,44 @@
+"""The options that every ZeroMQ socket of this system has, and addresses in the forms people write them."""
+
+import re
+from typing import Any
+
+import zmq
+
+from common.errors import ConfigError
+
+_TCP = re.compile(r"^tcp://(?P<host>.+):(?P<port>\d+)$")
+
+
+def address(text: str) -> str:
+    """Return a TCP address in its one spelling, IPv6 hosts in brackets; raises `ConfigError` for anything else.
+
+    Port 0 is allowed where a socket is bound: the system picks a free one.
+    """
+    match = _TCP.match(text)
+    if match is None:
+        raise ConfigError(f"address {text!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
+    host, port = match["host"].strip("[]"), int(match["port"])
+    if port > 65535:
+        raise ConfigError(f"address {text!r}: port {port} is above 65535")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def prepare(socket: zmq.Socket[Any], high_water_mark: int) -> None:
+    """Set the options that are the same for all sockets. Raises `ConfigError` for a mark of 0, ZeroMQ's "unlimited"."""
+    if high_water_mark <= 0:
+        raise ConfigError(f"broker.high_water_mark = {high_water_mark}: must be positive, ZeroMQ takes 0 as unlimited")
+    socket.set_hwm(high_water_mark)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.LINGER, 0)  # what must not be lost is drained, with a deadline, before close
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, -1)
+
+
+def bind(socket: zmq.Socket[Any], endpoint: str) -> str:
+    """Bind and return the address with the port that was taken; raises `ConfigError` when it cannot be."""
+    try:
+        socket.bind(address(endpoint))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot bind broker.host/broker.port {endpoint}: {error.strerror or error}") from error
+    return address(socket.getsockopt_string(zmq.LAST_ENDPOINT))

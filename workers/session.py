@@ -1,0 +1,112 @@
+"""How a worker enters a run: parse, connect, say hello, learn everything else from the answer."""
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from brokers.client import SampleClient, Welcome
+from brokers.dealer import DealerChannel
+from brokers.weight_client import WeightClient
+from common import logs
+from common.config import Config
+from common.errors import Unreachable
+from common.process import Stop
+
+
+@dataclass(slots=True)
+class Session:
+    """One worker's place in a run. `folder`: the run's folder, an absolute path."""
+
+    client: SampleClient
+    welcome: Welcome
+    stop: Stop
+    name: str
+    incarnation: str
+    _weights: DealerChannel | None = field(default=None)
+
+    @property
+    def config(self) -> Config:
+        """The run's resolved configuration."""
+        return self.welcome.config
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.welcome.folder)
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder of the initial model: the one configured, or the one that the recipe made."""
+        path = self.config.model.path
+        return Path(path) if path is not None else self.folder / "model"
+
+    @property
+    def over(self) -> bool:
+        """Whether to leave: told to stop, or the run has ended."""
+        return self.stop.is_set() or self.client.ended
+
+    def weights(self, role: str) -> WeightClient:
+        """Connect to the weight broker; raises `Unreachable` when it has not joined within the request deadline."""
+        seconds = self.config.broker.request_seconds
+        endpoints: dict[str, str] = self.client.channel.pulse.state.get("endpoints", {})
+        waited = 0.0
+        while "weights" not in endpoints and not self.over:
+            if waited >= seconds:
+                raise Unreachable(f"no weight broker joined run {self.client.run} within {seconds:g} s")
+            self.stop.wait(0.1)
+            waited += 0.1
+            self.client.status()
+            endpoints = self.client.channel.pulse.state.get("endpoints", {})
+        channel = DealerChannel(endpoints["weights"], self.name, self.incarnation)
+        self._weights = channel
+        client = WeightClient(channel, self.name, self.client.run)
+        client.hello(role, socket.gethostname(), os.getpid(), seconds=seconds)
+        channel.start_heartbeats()
+        return client
+
+    def close(self) -> None:
+        """Say goodbye and close the channels."""
+        if self._weights is not None:
+            self._weights.close(drain_seconds=1.0)
+        with suppress(Unreachable):  # the broker is gone already; there is nobody to say goodbye to
+            self.client.leave(seconds=2.0)
+        self.client.channel.close(drain_seconds=2.0)
+
+
+def parse(role: str, argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+    """Parse what all workers have in common."""
+    parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=description)
+    parser.add_argument("--broker", required=True, metavar="ADDRESS", help="the sample broker, tcp://HOST:PORT")
+    parser.add_argument(
+        "--name", default=f"{role}-{socket.gethostname()}-{os.getpid()}", help="name in the run; one worker each"
+    )
+    parser.add_argument("--run", default="", help="refuse any other run")
+    parser.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS", help="for the first answer")
+    parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
+    """Join the run at `args.broker` and leave it at the end of the block."""
+    logs.configure(role, json_lines=args.log_json)
+    stop = Stop().install()
+    incarnation = uuid.uuid4().hex[:8]
+    channel = DealerChannel(args.broker, args.name, incarnation)
+    client = SampleClient(channel, args.name, args.run)
+    try:
+        welcome = client.hello(role, socket.gethostname(), os.getpid(), seconds=args.deadline)
+    except BaseException:
+        channel.close(drain_seconds=0.0)
+        raise
+    channel.start_heartbeats()
+    session = Session(client, welcome, stop, args.name, incarnation)
+    try:
+        yield session
+    finally:
+        session.close()
