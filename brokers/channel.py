@@ -51,9 +51,7 @@ class Pulse:
         """Remember the run's state from a reply."""
         if "state" in body:
             with self.lock:
-                self.state.update(
-                    {key: body[key] for key in ("state", "reason", "version", "endpoints") if key in body}
-                )
+                self.state.update({key: body[key] for key in STATE if key in body})
 
 
 class Channel(Protocol):

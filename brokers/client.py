@@ -87,10 +87,10 @@ class SampleClient:
         return self.channel.request(header, [section.data for section in sections])
 
     def request_lease(
-        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, closed: bool = False
+        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, at_least: int = 1
     ) -> Pending:
-        """Ask for up to `want` groups; pass the reply to `take`."""
-        body: dict[str, Any] = {"want": want, "closed": closed}
+        """Ask for up to `want` groups; pass the reply to `take`. `at_least`: see the ledger; for the trainer."""
+        body: dict[str, Any] = {"want": want, "at_least": at_least}
         if version is not None:
             body["version"] = version
         return self.channel.request(Header("lease", run=self.run, stage=stage, deadline_s=wait_seconds, body=body))
@@ -106,10 +106,10 @@ class SampleClient:
         return Batch(leases, str(body.get("starved", "")), body.get("state") != "running")
 
     def lease(
-        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, closed: bool = False
+        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, at_least: int = 1
     ) -> Batch:
         """Wait for up to `want` groups, at most `wait_seconds`."""
-        return self.take(wait(self.request_lease(stage, want, wait_seconds, version, closed=closed)))
+        return self.take(wait(self.request_lease(stage, want, wait_seconds, version, at_least=at_least)))
 
     def put(self, results: Sequence[Result], *, ack: bool = True) -> Pending:
         """Push the sections of leased groups and, after them, acknowledge; pass both to `confirm`."""

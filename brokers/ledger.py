@@ -65,18 +65,18 @@ class Ledger:
         return True
 
     def lease(
-        self, stage: str, worker: str, want: int, now: float, *, version: PolicyVersion = 0, closed: bool = False
+        self, stage: str, worker: str, want: int, now: float, *, version: PolicyVersion = 0, at_least: int = 1
     ) -> list[Grant]:
         """Hand out up to `want` groups. `version`: rollout, the version loaded; trainer, the step it works on.
 
-        `closed`: all of `want` or nothing, unless no more groups will come.
+        `at_least`: fewer are not handed to the trainer, unless no more will come; `want` asks for a closed batch.
         """
         if self.ended:
             return []
         if stage == ROLLOUT:
             return self._lease_rollout(worker, want, now, version)
         if stage == TRAINER:
-            return self._lease_trainer(worker, want, now, version, closed)
+            return self._lease_trainer(worker, want, now, version, at_least)
         queue, granted = self.books.queues[stage], list[Grant]()
         while len(granted) < want and queue.first() is not None:
             granted.append(self._grant(stage, worker, queue.pop(), now))
@@ -231,7 +231,7 @@ class Ledger:
             granted.append(grant)
         return granted
 
-    def _lease_trainer(self, worker: str, want: int, now: float, version: PolicyVersion, closed: bool) -> list[Grant]:
+    def _lease_trainer(self, worker: str, want: int, now: float, version: PolicyVersion, at_least: int) -> list[Grant]:
         if version != self.window.version:
             raise WireError(f"trainer asks for step {version}, the broker is at version {self.window.version}")
         queue, granted = self.books.queues[TRAINER], list[Grant]()
@@ -249,9 +249,9 @@ class Ledger:
             self.window.hand_out(record.deadline)
             record.handed = True
             granted.append(self._grant(TRAINER, worker, group, now))
-        if closed and len(granted) < want and not self.exhausted:
+        if len(granted) < min(at_least, want) and not self.exhausted:
             for grant in granted:
-                self._give_back(grant.lease, "batch not complete", now, fault=False)
+                self._give_back(grant.lease, "too few", now, fault=False)
             self.books.changed.discard(TRAINER)  # nothing has changed for whoever waits
             return []
         return granted

@@ -168,8 +168,8 @@ class SampleService(Service):
         version, want = message.integer("version", 0), message.integer("want", 1)
         if "version" in message.header.body:
             self.member(message.peer).version = version
-        closed = bool(message.header.body.get("closed", False))
-        granted = self.ledger.lease(stage, message.peer, want, now, version=version, closed=closed)
+        at_least = message.integer("at_least", 1)
+        granted = self.ledger.lease(stage, message.peer, want, now, version=version, at_least=at_least)
         if granted:
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)

@@ -143,6 +143,7 @@ class Service:
     def refuse(self, error: RelaxError) -> Header:
         """Count an error and return the reply that reports it."""
         self.refused[type(error).__name__] += 1
+        self.log.warning("refused", kind=type(error).__name__, error=str(error))
         return refusal(error)
 
     def flush(self) -> list[Outgoing]:

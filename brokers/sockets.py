@@ -13,12 +13,13 @@ _TCP = re.compile(r"^tcp://(?P<host>.+):(?P<port>\d+)$")
 def address(text: str) -> str:
     """Return a TCP address in its one spelling, IPv6 hosts in brackets; raises `ConfigError` for anything else.
 
+    An IPv4 address that the system reports as mapped into IPv6 (::ffff:127.0.0.1) is spelled as IPv4.
     Port 0 is allowed where a socket is bound: the system picks a free one.
     """
     match = _TCP.match(text)
     if match is None:
         raise ConfigError(f"address {text!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
-    host, port = match["host"].strip("[]"), int(match["port"])
+    host, port = match["host"].strip("[]").removeprefix("::ffff:"), int(match["port"])
     if port > 65535:
         raise ConfigError(f"address {text!r}: port {port} is above 65535")
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -111,7 +111,10 @@ class Supervisor(Table):
 
 
 class Config(Table):
-    """Everything about one run."""
+    """Everything about one run.
+
+    `micro_steps`: pieces in which the trainer takes a step's groups as they arrive; 1 waits for the closed batch.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
@@ -123,6 +126,7 @@ class Config(Table):
     max_staleness: int = Field(1, ge=0)
     groups_per_step: int = Field(gt=0)
     group_size: int = Field(gt=0)
+    micro_steps: int = Field(4, gt=0)
     model: Model
     data: Component
     sampling: Sampling = Sampling.model_validate({})

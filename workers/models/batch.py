@@ -1,8 +1,9 @@
 """Groups as checked, ragged rows, and some of those rows as padded arrays. A row is one sample behind its prompt.
 
 Shapes: G groups, S samples of all groups, R rows of a micro-batch, L padded length, T longest response, N response
-tokens of the micro-batch. The model is fed `prompt + response[:-1]`, padded on the right: nothing is read off the last
-token of a response, and under a causal mask padding on the right is never seen by a token that counts.
+tokens of the micro-batch, U distinct prompts in it, P longest of them. The model is fed `prompt + response[:-1]`,
+padded on the right: nothing is read off the last token of a response, and under a causal mask padding on the right is
+never seen by a token that counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,19 +75,36 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """Rows of one kind, ready for a forward pass.
+class Wanted:
+    """Response tokens of some rows: `inside_RT` marks them; its marks, row by row, are the N tokens."""
 
-    `position_N` points into the flattened [R, L]: the place whose logits predict `target_N`, that is, the token before
-    it. `inside_RT` marks response tokens; its marks, row by row, are the N tokens.
-    """
+    inside_RT: Array
+    target_N: Array
+    temperature_N: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Whole rows. `position_N` points into the flattened [R, L], at the token before the one that is predicted."""
 
     ids_RL: Array
     present_RL: Array
-    inside_RT: Array
     position_N: Array
-    target_N: Array
-    temperature_N: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Prompts, each once, and the responses behind them up to the last token but one of the longest; T1 = T - 1.
+
+    `prompt_R`: row of [U, P] that a response continues. `position_N` points into the flattened [U, P] followed by the
+    flattened [R, T1], at the token before the one that is predicted.
+    """
+
+    prompt_ids_UP: Array
+    prompt_present_UP: Array
+    prompt_R: Array
+    response_ids_RT1: Array
+    position_N: Array
 
 
 def read_rows(groups: Sequence[Group], rules: TokenRules) -> Rows:
@@ -132,26 +150,46 @@ def ragged_like_tokens(groups: Sequence[Group], name: str) -> Ragged:
     return ragged(groups, name)
 
 
+def wanted(rows: Rows, chosen: Array) -> Wanted:
+    """Return what the chosen rows ask of a forward pass."""
+    response_R = rows.responses.length[chosen]
+    return Wanted(
+        inside_RT=np.arange(max(response_R.max(), 1)) < response_R[:, None],
+        target_N=rows.responses.take(chosen).astype(np.int64),
+        temperature_N=np.repeat(rows.temperature_S[chosen], response_R),
+    )
+
+
 def pad_rows(rows: Rows, chosen: Array, pad: int) -> Padded:
-    """Return the chosen rows, which are of one kind, padded to their longest. `pad`: id that fills up."""
+    """Return the chosen rows padded to their longest. `pad`: id that fills up."""
     prompt_R, response_R = rows.prompts.length[rows.group_S[chosen]], rows.responses.length[chosen]
     length_R = rows.length_S[chosen]
     column_L = np.arange(length_R.max())
     present_RL = column_L < length_R[:, None]
     in_prompt_RL = column_L < prompt_R[:, None]
-    target_N = rows.responses.take(chosen)
-    ramp_N = _ramp(response_R)
-    row_N = np.repeat(np.arange(len(chosen)), response_R)
+    ramp_N, row_N = _ramp(response_R), np.repeat(np.arange(len(chosen)), response_R)
     ids_RL = np.full(present_RL.shape, pad, np.int64)
     ids_RL[in_prompt_RL] = rows.prompts.take(rows.group_S[chosen])
-    ids_RL[present_RL & ~in_prompt_RL] = target_N[ramp_N < response_R[row_N] - 1]
-    return Padded(
-        ids_RL=ids_RL,
-        present_RL=present_RL,
-        inside_RT=np.arange(max(response_R.max(), 1)) < response_R[:, None],
-        position_N=row_N * len(column_L) + prompt_R[row_N] - 1 + ramp_N,
-        target_N=target_N.astype(np.int64),
-        temperature_N=rows.temperature_S[chosen][row_N],
+    ids_RL[present_RL & ~in_prompt_RL] = rows.responses.take(chosen)[ramp_N < response_R[row_N] - 1]
+    return Padded(ids_RL, present_RL, row_N * len(column_L) + prompt_R[row_N] - 1 + ramp_N)
+
+
+def split_rows(rows: Rows, chosen: Array, pad: int) -> Split:
+    """Return the chosen rows with each prompt once. `pad`: id that fills up."""
+    group_U, prompt_R = np.unique(rows.group_S[chosen], return_inverse=True)
+    prompt_U, response_R = rows.prompts.length[group_U], rows.responses.length[chosen]
+    width, rest = int(prompt_U.max()), max(int(response_R.max()) - 1, 0)
+    ramp_N, row_N = _ramp(response_R), np.repeat(np.arange(len(chosen)), response_R)
+    return Split(
+        prompt_ids_UP=rows.prompts.padded(group_U, width, pad).astype(np.int64),
+        prompt_present_UP=np.arange(width) < prompt_U[:, None],
+        prompt_R=prompt_R,
+        response_ids_RT1=rows.responses.padded(chosen, rest + 1, pad)[:, :rest].astype(np.int64),
+        position_N=np.where(
+            ramp_N == 0,
+            prompt_R[row_N] * width + prompt_U[prompt_R[row_N]] - 1,
+            len(group_U) * width + row_N * rest + ramp_N - 1,
+        ),
     )
 
 

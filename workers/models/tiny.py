@@ -45,6 +45,7 @@ def write_tiny_text(
     kv_heads: int = 2,
     context: int = 128,
     chat_template: str = CONCATENATE,
+    initializer_range: float = 0.02,
     seed: int = 0,
 ) -> None:
     """Write a Qwen3 with tied embeddings and a tokenizer of one token per character (ids 0 to 2: pad, end, unknown)."""
@@ -54,6 +55,7 @@ def write_tiny_text(
     config = Qwen3Config(
         **_decoder(vocabulary=len(tokenizer), **sizes),
         tie_word_embeddings=True,
+        initializer_range=initializer_range,
         **_ends(tokenizer),
     )
     _save(folder, Qwen3ForCausalLM(config), tokenizer, tokenizer)
@@ -73,6 +75,7 @@ def write_tiny_vision(
     image_pixels: int = 256,
     frames: int = 8,
     chat_template: str = CONCATENATE,
+    initializer_range: float = 0.02,
     seed: int = 0,
 ) -> None:
     """Write a Qwen3-VL and its processor for images and videos.
@@ -97,9 +100,11 @@ def write_tiny_vision(
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
     rope["mrope_section"] = [head // 4, head // 8, head // 8]
     sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "context": context}
-    text = {**_decoder(vocabulary=len(tokenizer), **sizes), "rope_parameters": rope}
+    scale = {"initializer_range": initializer_range}
+    text = {**_decoder(vocabulary=len(tokenizer), **sizes), **scale, "rope_parameters": rope}
     vision = {
         **tower,
+        **scale,
         "depth": depth,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -111,7 +116,7 @@ def write_tiny_vision(
     }
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in _MEDIA.items()}
     torch.manual_seed(seed)
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids, **_ends(tokenizer))
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **scale, **ids, **_ends(tokenizer))
     _save(folder, Qwen3VLForConditionalGeneration(config), tokenizer, processor)
 
 

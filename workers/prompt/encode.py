@@ -14,7 +14,7 @@ from common.section import Section, encode
 from common.tensor import NamedTensor
 from workers.models.load import load_processor, to_named
 from workers.prompt.media import clip_of, image_of, sound_of
-from workers.prompt.source import Row
+from workers.prompt.source import Medium, Row
 
 KINDS = ("image", "video", "audio")
 
@@ -60,7 +60,6 @@ class PromptEncoder:
         except Reject as error:
             raise Reject(f"prompt {row.id!r}: {error.reason}") from error
         starts, lengths = runs_of(ids_L, list(self._mark_ids.values()))
-        tensors = [to_named(name, tensor) for name, tensor in outputs.items()]
         return [
             encode(
                 "prompt",
@@ -82,25 +81,8 @@ class PromptEncoder:
                     "placeholder_length": concatenate([lengths], "int32"),
                 },
             ),
-            encode(
-                "media",
-                {
-                    "media_hash": [medium.hash for medium in row.media],
-                    "media_kind": [medium.kind for medium in row.media],
-                    "media_format": [medium.format for medium in row.media],
-                    "media_data": [medium.data for medium in row.media],
-                },
-            ),
-            encode(
-                "tensors",
-                {
-                    "tensor_name": [tensor.name for tensor in tensors],
-                    "tensor_dtype": [tensor.dtype for tensor in tensors],
-                    "tensor_shape": [list(tensor.shape) for tensor in tensors],
-                    "tensor_per_token": [is_per_token(tensor, len(ids_L)) for tensor in tensors],
-                    "tensor_data": [tensor.data for tensor in tensors],
-                },
-            ),
+            _media_section(row.media),
+            _tensors_section([to_named(name, tensor) for name, tensor in outputs.items()], len(ids_L)),
         ]
 
     def _named(self, row: Row) -> str:
@@ -177,6 +159,27 @@ class PromptEncoder:
                 continue  # features have no grid; the processor has matched sounds and placeholders
             merge = getattr(self._processor, f"{kind}_processor").merge_size if grid is not None else 1
             check_placeholders(kind, int((ids_L == mark_id).sum()), [] if grid is None else grid.tolist(), merge)
+
+
+def _media_section(media: Sequence[Medium]) -> Section:
+    columns = {
+        "media_hash": [medium.hash for medium in media],
+        "media_kind": [medium.kind for medium in media],
+        "media_format": [medium.format for medium in media],
+        "media_data": [medium.data for medium in media],
+    }
+    return encode("media", columns)
+
+
+def _tensors_section(tensors: Sequence[NamedTensor], num_tokens: int) -> Section:
+    columns = {
+        "tensor_name": [tensor.name for tensor in tensors],
+        "tensor_dtype": [tensor.dtype for tensor in tensors],
+        "tensor_shape": [list(tensor.shape) for tensor in tensors],
+        "tensor_per_token": [is_per_token(tensor, num_tokens) for tensor in tensors],
+        "tensor_data": [tensor.data for tensor in tensors],
+    }
+    return encode("tensors", columns)
 
 
 def check_placeholders(kind: str, num_found: int, grids: Sequence[Sequence[int]], merge_size: int) -> None:

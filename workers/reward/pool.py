@@ -74,7 +74,8 @@ class RewardPool:
         self._losses = 0
         self._children: list[RewardProcess] = []
         try:
-            self._children += [RewardProcess(reward) for _ in range(processes)]
+            for _ in range(processes):
+                self._children.append(RewardProcess(reward))
             nothing = _Batch([], deque())
             while not all(child.ready for child in self._children):
                 self._turn(nothing)
@@ -144,9 +145,11 @@ class RewardPool:
     def _patience(self) -> float:
         """Return seconds until a child has to be looked at again."""
         now = time.monotonic()
-        due = [now + START_SECONDS]
+        due = [now + STALL_SECONDS]
         idle = any(child.idle for child in self._children)
         for child in self._children:
+            if not child.ready:
+                due.append(child.since + START_SECONDS)
             if child.chunk:
                 # A sample that has not begun yet will be due at the earliest when one that began now would be.
                 begun = child.look()

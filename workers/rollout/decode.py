@@ -13,7 +13,7 @@ from common.errors import Reject, WorkerError
 from common.group import PolicyVersion
 from common.tensor import NamedTensor
 from workers.models.load import load_model
-from workers.models.media import check_placeholders
+from workers.models.media import Placeholders
 from workers.models.weights import replace_weights
 from workers.rollout.admission import Running, Start, batches, check_request
 from workers.rollout.engine import Completion, FinishReason, Request
@@ -49,6 +49,7 @@ class Decoder:
             torch.use_deterministic_algorithms(True)
         self.version: PolicyVersion = 0
         self._network = Network(load_model(folder, dtype=dtype, device=device))
+        self._placeholders = Placeholders(self._network.model.config)
         self._home = self._network.device
         self._max_rows, self._prefill_tokens, self._deterministic = max_rows, prefill_tokens, deterministic
         self._groups: dict[str, Running] = {}
@@ -77,7 +78,7 @@ class Decoder:
             raise Reject(f"group {request.group} is running already")
         limit = check_request(request, self._network.vocabulary, self._network.context)
         grids = {part.tensor.name: part.tensor.numpy() for part in request.tensors if part.tensor.name.endswith("_thw")}
-        check_placeholders(self._network.model.config, request.prompt_ids, grids)
+        self._placeholders.check(request.prompt_ids, grids)
         running = Running(self._next_key, request, self.version, limit)
         self._groups[request.group] = self._by_key[running.key] = running
         self._waiting.append(running)

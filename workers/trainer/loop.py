@@ -41,6 +41,7 @@ class Trainer:
         self._config, self._backend, self._client = config, backend, client
         self._weights, self._report, self._inline = weights, report, inline
         self._evaluations = Evaluations(config.evaluation.solved_at)
+        self._piece = max(1, config.groups_per_step // config.micro_steps)
         self._asked = 0
         self._fence = 0
         self._log = structlog.get_logger(part="trainer")
@@ -73,7 +74,7 @@ class Trainer:
             began = time.monotonic()
             want = self._config.groups_per_step - len(trained)
             seconds = INLINE_SECONDS if self._serve_inline() or self._inline else WAIT_SECONDS
-            batch = self._client.lease("trainer", want, seconds, version)
+            batch = self._client.lease("trainer", want, seconds, version, at_least=self._piece)
             report.waited(time.monotonic() - began)
             if batch.ended or batch.starved == "no more groups":
                 break

@@ -21,7 +21,7 @@ from common.errors import ConfigError, Reject
 from common.group import Group
 from common.tensor import NamedTensor
 from workers.models.batch import Array, Ragged, Rows, ragged_like_tokens, read_rows
-from workers.models.forward import score, token_rules
+from workers.models.forward import Scorer
 from workers.models.load import load_model, to_named
 from workers.trainer.algorithm import Algorithm, TokenBatch
 from workers.trainer.backends.torch import TorchBackend
@@ -56,7 +56,7 @@ class Training:
         self._device = _device(options.device)
         # Evaluation mode, as loaded: dropout would make the ratio to the engine's log-probs differ from 1.
         self.model = load_model(folder, dtype=options.dtype, device=options.device)
-        self._rules = token_rules(self.model)
+        self._scorer = Scorer(self.model)
         self._algorithm: Algorithm | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._total_steps: int | None = None
@@ -85,7 +85,7 @@ class Training:
         assert algorithm is not None, "prepare_training comes first"
         if not groups:
             return
-        rows = read_rows(groups, self._rules)
+        rows = read_rows(groups, self._scorer.rules)
         targets = read_targets(groups, "ref_logprobs" in algorithm.loss_requires)
         trained = targets.trained_S
         for batch in plan(rows.length_S[trained], rows.kind_S[trained], self._options.max_tokens_per_micro):
@@ -122,13 +122,13 @@ class Training:
         """Score without gradient; an empty response has an empty array."""
         if not groups:
             return []
-        rows = read_rows(groups, self._rules)
+        rows = read_rows(groups, self._scorer.rules)
         length_S = rows.responses.length
         each: list[Array] = [np.zeros(0, np.float32)] * len(length_S)
         wanted = np.flatnonzero(length_S)
         for batch in plan(rows.length_S[wanted], rows.kind_S[wanted], self._options.max_tokens_per_micro):
             chosen = wanted[batch]
-            logprob_RT, _ = score(self.model, rows, chosen, self._rules)
+            logprob_RT, _ = self._scorer.score(rows, chosen)
             for i, values in zip(chosen, logprob_RT.cpu().numpy(), strict=True):
                 each[i] = values[: length_S[i]]
         bounds = np.searchsorted(rows.group_S, np.arange(len(groups) + 1))
@@ -136,9 +136,11 @@ class Training:
 
     def weights(self) -> Iterator[NamedTensor]:
         """Return the weights under the names of `model.state_dict()` without the repeats of tied weights."""
-        serve = None if self._options.serve_dtype is None else getattr(torch, self._options.serve_dtype)
+        serve = self._options.serve_dtype
         snapshot = {
-            name: value.detach().to(serve if value.is_floating_point() else None, copy=True)
+            name: value.detach().to(
+                "cpu", getattr(torch, serve) if serve and value.is_floating_point() else value.dtype, copy=True
+            )
             for name, value in untied(self.model).items()
         }
         return (to_named(name, value) for name, value in snapshot.items())
@@ -162,7 +164,7 @@ class Training:
             self._move(self._device)
 
     def _accumulate_micro(self, algorithm: Algorithm, rows: Rows, targets: Targets, chosen: Array) -> None:
-        current_RT, entropy_RT = score(self.model, rows, chosen, self._rules)
+        current_RT, entropy_RT = self._scorer.score(rows, chosen)
         width = current_RT.shape[1]
 
         def padded(values: Ragged) -> Tensor:

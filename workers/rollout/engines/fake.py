@@ -218,6 +218,8 @@ def _manifest(folder: Path, dtype: str | None) -> dict[str, tuple[str, tuple[int
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         found |= {
-            n: (dtype or _DTYPES.get(t["dtype"], t["dtype"]), tuple(t["shape"])) for n, t in header.items() if "shape" in t
+            n: (dtype or _DTYPES.get(t["dtype"], t["dtype"]), tuple(t["shape"]))
+            for n, t in header.items()
+            if "shape" in t
         }
     return found

@@ -1,0 +1,112 @@
+"""From a configuration to the processes of a run: who runs where, with which command line. Pure functions of values."""
+
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from brokers.record import StageSpec
+from common.config import Config, load, to_json
+from common.errors import ConfigError
+from workers import registry, wiring
+
+ANNOUNCEMENT, PLAN = "broker.json", "plan.json"
+"""files in a run's folder: where the sample broker is, and the plan"""
+ADDRESS = "{broker}"
+"""stands in command lines for the sample broker's address, which is known when it has bound its port"""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process. `restart`: another one takes its place when it dies; otherwise its death ends the run."""
+
+    name: str
+    role: str
+    node: int
+    command: tuple[str, ...]
+    restart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run: `folder` is absolute, `stages` are what the broker must know of the pipeline."""
+
+    run: str
+    folder: str
+    config: Config
+    stages: tuple[StageSpec, ...]
+    processes: tuple[Process, ...]
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, the resolved configuration included."""
+        tree: dict[str, Any] = {
+            "run": self.run,
+            "folder": self.folder,
+            "config": json.loads(to_json(self.config)),
+            "stages": [stage.to_wire() for stage in self.stages],
+            "processes": [asdict(process) for process in self.processes],
+        }
+        return json.dumps(tree, indent=2)
+
+    def on(self, node: int) -> list[Process]:
+        """Return the processes of one node, in starting order."""
+        return [process for process in self.processes if process.node == node]
+
+
+def read(path: Path, overrides: Sequence[str]) -> Config:
+    """Read and check a configuration file; raises `ConfigError` with every mistake."""
+    return load(path, overrides, registry.options)
+
+
+def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str = "") -> Plan:
+    """Lay out a run under `root` (absolute) on `nodes` nodes; raises `ConfigError` when its wiring cannot work.
+
+    Node 0 has the brokers and everything but rollout, which is on the other nodes if there are any. `host`: address
+    that the brokers bind; by default `broker.host`.
+    """
+    assert root.is_absolute(), f"the run's folder must not depend on where a worker is started: {root}"
+    run = run or f"{config.name}-{uuid.uuid4().hex[:8]}"
+    folder = root / config.run_folder
+    stages = wiring.stages_of(config)
+    inline = {"reference", "advantage"} if config.mode == "hybrid" else set[str]()
+    counts = {role: 0 if role in inline else count for role, count in config.workers.model_dump().items()}
+    needed = {stage.name for stage in stages}
+    counts = {role: count for role, count in counts.items() if role in needed}
+    served = {role for role, count in counts.items() if count} | (inline & needed) | {"trainer", "evaluate"}
+    wiring.check(stages, frozenset(served))
+    processes = [
+        *_brokers(run, folder, host),
+        *_workers(run, "prompt", 1, [0]),
+        *_workers(run, "trainer", 1, [0], restart=False),
+    ]
+    for role, count in counts.items():
+        places = list(range(1, nodes)) if role == "rollout" and nodes > 1 else [0]
+        processes += _workers(run, role, count, places)
+    if nodes > 1 and counts["rollout"] < nodes - 1:
+        raise ConfigError(
+            f"workers.rollout = {counts['rollout']} leaves some of the {nodes - 1} rollout nodes idle; "
+            f"set it to a multiple of {nodes - 1}"
+        )
+    return Plan(run, str(folder), config, tuple(stage.spec() for stage in stages), tuple(processes))
+
+
+def _brokers(run: str, folder: Path, host: str) -> list[Process]:
+    bound = ("--host", host) if host else ()
+    module = (sys.executable, "-m", "brokers")
+    samples = ("samples", "--plan", str(folder / PLAN), "--announce", str(folder / ANNOUNCEMENT))
+    weights = ("weights", "--broker", ADDRESS, "--name", "weights", "--run", run)
+    return [
+        Process("samples", "samples", 0, (*module, *samples, *bound), restart=False),
+        Process("weights", "weights", 0, (*module, *weights, *bound), restart=False),
+    ]
+
+
+def _workers(run: str, role: str, count: int, nodes: Sequence[int], *, restart: bool = True) -> list[Process]:
+    command = (sys.executable, "-m", f"workers.{role}", "--broker", ADDRESS, "--run", run, "--name")
+    names = [f"{role}-{number}" for number in range(count)]
+    return [
+        Process(name, role, nodes[number % len(nodes)], (*command, name), restart) for number, name in enumerate(names)
+    ]

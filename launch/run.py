@@ -1,0 +1,136 @@
+"""One run on one node: folder, model, brokers, workers, panel, and an orderly end with a summary."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from brokers.client import SampleClient
+from brokers.dealer import DealerChannel
+from common.config import Config
+from common.errors import BrokerError, RelaxError, Unreachable, WorkerError
+from common.process import Stop, write_atomically
+from launch import summary
+from launch.panel import Panel
+from launch.plan import ANNOUNCEMENT, PLAN, Plan, Process
+from launch.supervisor import POLL_SECONDS, NodeSupervisor
+
+WORKERS = frozenset({"prompt", "rollout", "reward", "reference", "advantage", "trainer"})
+BROKERS = frozenset({"samples", "weights"})
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what processes of a run inherit: one thread each unless the user says otherwise, no hub, no buffering."""
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**defaults, **environ, "PYTHONUNBUFFERED": "1"}
+
+
+def clear(folder: Path) -> None:
+    """Move what an earlier run of this name left out of the way, to the first free `NAME.1`, `NAME.2` ..."""
+    if not folder.exists():
+        return
+    number = 1
+    while (older := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(older)
+
+
+def announced(folder: Path, run: str, seconds: float, stop: Stop) -> str:
+    """Return the sample broker's address once the broker of this very run has announced it."""
+    path, until = folder / ANNOUNCEMENT, time.monotonic() + seconds
+    while not stop.is_set():
+        if path.exists():
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told["run"] == run:
+                return told["address"]
+        if time.monotonic() >= until:
+            raise Unreachable(f"no broker of run {run} announced itself in {path} within {seconds:g} s")
+        stop.wait(POLL_SECONDS)
+    raise WorkerError("stopped while waiting for the sample broker")
+
+
+class Head:
+    """Node 0 of a run: it alone has brokers, shows the panel and writes the summary."""
+
+    def __init__(self, plan: Plan, stop: Stop) -> None:
+        self._plan, self._stop = plan, stop
+        self._config: Config = plan.config
+        self._folder = Path(plan.folder)
+        self._supervisor = NodeSupervisor(plan.config.supervisor, self._folder, environment(os.environ))
+        self._status: dict[str, Any] = {}
+
+    def run(self) -> int:
+        """Run to the end; return 0 if the run finished."""
+        clear(self._folder)
+        write_atomically(self._folder / PLAN, self._plan.to_json())
+        write_atomically(self._folder / "config.json", json.loads(self._plan.to_json())["config"])
+        began = time.monotonic()
+        try:
+            channel = self._start()
+            client = SampleClient(channel, "status", self._plan.run)
+            try:
+                state, reason = self._watch(client)
+                self._end(client, state, reason)
+            finally:
+                channel.close(drain_seconds=0.5)
+        finally:
+            self._supervisor.stop(WORKERS)
+            self._supervisor.stop(BROKERS)
+        return self._conclude(state, reason, time.monotonic() - began)
+
+    def _start(self) -> DealerChannel:
+        folder, seconds = self._folder, self._config.supervisor.start_seconds
+        if self._config.model.recipe is not None:
+            command = (sys.executable, "-m", "workers.prepare", "--plan", str(folder / PLAN))
+            self._supervisor.run_once(Process("prepare", "prepare", 0, command, restart=False))
+        processes = self._plan.on(0)
+        samples = [process for process in processes if process.role == "samples"]
+        self._supervisor.start(samples)
+        try:
+            address = announced(folder, self._plan.run, seconds, self._stop)
+        except RelaxError as error:
+            raise type(error)(f"{error} ({self._supervisor.last_words('samples')})") from error
+        self._supervisor.start([process for process in processes if process.role != "samples"], address)
+        return DealerChannel(address, "status", f"{os.getpid()}")
+
+    def _watch(self, client: SampleClient) -> tuple[str, str]:
+        """Show the run until it ends; return its state and the reason."""
+        with Panel(self._config, self._plan.run, self._folder) as panel:
+            while True:
+                self._supervisor.look()
+                if self._supervisor.failure:
+                    return "failed", self._supervisor.failure
+                if self._stop.is_set():
+                    return "stopped", "asked to stop"
+                try:
+                    self._status = client.status(seconds=self._config.broker.request_seconds)
+                except BrokerError as error:
+                    return "failed", str(error)
+                panel.update(self._status, self._supervisor.describe())
+                if self._status["state"] != "running":
+                    return self._status["state"], self._status["reason"]
+                self._stop.wait(0.5)
+
+    def _end(self, client: SampleClient, state: str, reason: str) -> None:
+        """Let the workers leave by themselves where the run has ended; keep the last word of the broker."""
+        if state == "finished":
+            self._supervisor.wait_for_exit(WORKERS, self._config.supervisor.grace_seconds)
+        self._supervisor.stop(WORKERS)
+        try:
+            if state != "finished":
+                client.hello("status", "", os.getpid(), seconds=2.0)
+                client.end(state, reason)
+            self._status = client.status(seconds=2.0)
+        except BrokerError:
+            pass  # the broker itself has died; the last status that was heard stands
+
+    def _conclude(self, state: str, reason: str, wall_s: float) -> int:
+        status = {**self._status, "reason": reason}
+        result = summary.summarise(self._folder, self._config, status, wall_s, state)
+        summary.write(self._folder, result)
+        summary.plot(self._folder, summary.rows_of(self._folder))
+        print(summary.text(result), flush=True)
+        return 0 if state == "finished" else WorkerError.exit_code
