@@ -30,7 +30,7 @@ class Reply:
 Pending: TypeAlias = "Future[Reply]"
 
 
-STATE = ("state", "reason", "version", "endpoints", "evaluation")
+STATE = ("state", "reason", "version", "endpoints", "evaluation", "next_seq")
 """what the sample broker says of the run in every reply"""
 
 

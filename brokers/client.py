@@ -19,12 +19,11 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a broker told a new worker. `next_seq`: first prompt of each purpose that the broker does not know."""
+    """What a broker told a new worker. `folder`: the run's, an absolute path."""
 
     run: str
     config: Config
     folder: str
-    next_seq: Mapping[str, int]
     version: PolicyVersion
 
 
@@ -77,14 +76,19 @@ class SampleClient:
         header = Header("hello", run=self.run, worker=self.worker, body=body)
         told = wait(self.channel.request(header, seconds=seconds)).header.body
         self.run = told["run"]
-        return Welcome(self.run, from_json(told["config"]), told["folder"], told["next_seq"], told["version"])
+        return Welcome(self.run, from_json(told["config"]), told["folder"], told["version"])
 
-    def add(self, key: GroupKey, sections: Sequence[Section], wait_seconds: float) -> Pending:
-        """Put a new group into the rollout queue; fails with `QueueFull` after `wait_seconds` without room."""
-        infos = tuple(section.info for section in sections)
-        item = Item(key.id, key.seq, key.purpose, key.min_version, sections=infos)
-        header = Header("add", run=self.run, deadline_s=wait_seconds, items=(item,))
-        return self.channel.request(header, [section.data for section in sections])
+    def add(self, groups: Sequence[tuple[GroupKey, Sequence[Section]]], wait_seconds: float) -> Pending:
+        """Put new groups, in this order, into the rollout queue.
+
+        Fails with `QueueFull` after `wait_seconds` without room; `next_seq` then says which were taken in.
+        """
+        items = tuple(
+            Item(key.id, key.seq, key.purpose, key.min_version, sections=tuple(section.info for section in sections))
+            for key, sections in groups
+        )
+        frames = [section.data for _, sections in groups for section in sections]
+        return self.channel.request(Header("add", run=self.run, deadline_s=wait_seconds, items=items), frames)
 
     def request_lease(
         self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, at_least: int = 1
@@ -190,6 +194,11 @@ class SampleClient:
     def evaluate(self, version: PolicyVersion) -> None:
         """Ask the prompt worker for held-out prompts, to be answered by weights of at least `version`."""
         self._call("evaluate", {"version": version})
+
+    @property
+    def next_seq(self) -> Mapping[str, int]:
+        """First prompt of each purpose that the broker does not know, as last heard."""
+        return self.channel.pulse.state.get("next_seq", {"train": 0, "eval": 0})
 
     @property
     def evaluation(self) -> tuple[int, PolicyVersion]:

@@ -68,6 +68,7 @@ class SampleService(Service):
             "version": self.ledger.window.version,
             "endpoints": dict(self.endpoints),
             "evaluation": list(self.evaluation),
+            "next_seq": dict(self.ledger.next_seq),
         }
 
     def welcome(self, member: Member, message: Message) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class SampleService(Service):
         if endpoint:
             self.endpoints[member.role] = endpoint
         facts = {"run": self.facts.run, "config": self.facts.config, "folder": self.facts.folder}
-        return {**facts, "next_seq": dict(self.ledger.next_seq), **self.state()}
+        return {**facts, **self.state()}
 
     def on_beat(self, message: Message) -> None:
         """Leases of a worker that lives run anew."""

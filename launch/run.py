@@ -11,7 +11,7 @@ from typing import Any
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
 from common.config import Config
-from common.errors import BrokerError, RelaxError, Unreachable, WorkerError
+from common.errors import BrokerError, ConfigError, RelaxError, Unreachable, WorkerError
 from common.process import Stop, write_atomically
 from launch import summary
 from launch.panel import Panel
@@ -28,10 +28,29 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **environ, "PYTHONUNBUFFERED": "1"}
 
 
+def answers(address: str) -> bool:
+    """Whether a sample broker at this address still has a run under way."""
+    channel = DealerChannel(address, "status", f"{os.getpid()}")
+    try:
+        return SampleClient(channel, "status").status(seconds=0.5)["state"] == "running"
+    except BrokerError:
+        return False
+    finally:
+        channel.close(drain_seconds=0.0)
+
+
 def clear(folder: Path) -> None:
-    """Move what an earlier run of this name left out of the way, to the first free `NAME.1`, `NAME.2` ..."""
+    """Move what an earlier run of this name left out of the way, to the first free `NAME.1`, `NAME.2` ...
+
+    Raises `ConfigError` when that run is still alive.
+    """
     if not folder.exists():
         return
+    path = folder / ANNOUNCEMENT
+    if path.exists():
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if answers(told["address"]):
+            raise ConfigError(f"run {told['run']} is alive in {folder}: stop it, or set another name or folder")
     number = 1
     while (older := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1

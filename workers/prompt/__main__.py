@@ -6,9 +6,6 @@ from common.process import run_main
 from workers import registry
 from workers.session import joined, parse
 
-IDLE_SECONDS = 0.02
-"""how long to wait when the queue is full and no evaluation is asked for"""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Feed prompts until the run ends."""
@@ -20,10 +17,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = session.config
         source = registry.create("data", config.data, config.seed)
         encoder = PromptEncoder(session.model_folder, config.data.name)
-        feed = Feed(config, source, encoder, session.client, session.welcome.next_seq)
+        feed = Feed(config, source, encoder, session.client, session.stop)
         while not session.over:
-            if not feed.turn():
-                session.stop.wait(IDLE_SECONDS)
+            feed.turn()
 
 
 if __name__ == "__main__":

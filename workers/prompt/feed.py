@@ -5,7 +5,7 @@ restarts goes on exactly where its predecessor stopped.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent import futures
 from typing import Any, Protocol
 
 import structlog
@@ -15,6 +15,7 @@ from brokers.client import SampleClient
 from common.config import Config
 from common.errors import QueueFull, Reject, WorkerError
 from common.group import GroupKey
+from common.process import Stop
 from common.section import Section
 from workers.prompt.schedule import Schedule
 from workers.prompt.source import Row, Source
@@ -30,66 +31,73 @@ class Encoder(Protocol):
         ...
 
 
+PROMPTS_AT_ONCE = 16
+IDLE_SECONDS = 0.05
+"""how long to wait for room in the queue before looking for an evaluation"""
 REJECTED_IN_A_ROW = 100
 """rows that may be refused one after the other before the data set is taken to be wrong"""
 
 
 class Feed:
-    """`next_seq`: first train and first eval prompt that the broker does not know."""
+    """One prompt worker's work; the broker's `next_seq` says where it begins."""
 
-    def __init__(
-        self, config: Config, source: Source, encoder: Encoder, client: SampleClient, next_seq: Mapping[str, int]
-    ) -> None:
+    def __init__(self, config: Config, source: Source, encoder: Encoder, client: SampleClient, stop: Stop) -> None:
         self._config = config
         self._source = source
         self._encoder = encoder
         self._client = client
+        self._stop = stop
         self._schedule = Schedule(len(source.train), config.epochs, config.seed)
-        self._next_train, self._next_eval = next_seq["train"], next_seq["eval"]
+        self._next = client.next_seq["train"]
         self._heldout = source.heldout[: config.evaluation.prompts]
         self._adding: Pending | None = None
         self._data_ended = False
         self._rejected = 0
 
-    def turn(self) -> bool:
-        """Do one thing that can be done now; False when there is nothing to do but wait."""
-        return self._evaluate() or self._train()
-
-    def _train(self) -> bool:
-        if self._adding is not None:
-            if not self._adding.done():
-                return False
-            with suppress(QueueFull):  # rollout is behind: the same prompt is offered again
+    def turn(self) -> None:
+        """Do what can be done now, else wait a moment for room or for an evaluation."""
+        if self._evaluate():
+            return
+        if self._adding is None:
+            self._add()
+        if self._adding is None:
+            self._stop.wait(IDLE_SECONDS)
+            return
+        futures.wait([self._adding], IDLE_SECONDS)
+        if self._adding.done():
+            try:
                 wait(self._adding)
-                self._next_train += 1
+            except QueueFull:  # rollout is behind: what was not taken in is offered again, a repeat is ignored
+                self._next = self._client.next_seq["train"]
             self._adding = None
-        place = self._schedule.row_of(self._next_train)
-        if place is None:
-            if not self._data_ended:
-                self._client.end_of_data()
+
+    def _add(self) -> None:
+        """Offer the next prompts; at the end of the data, say so."""
+        groups: list[tuple[GroupKey, Sequence[Section]]] = []
+        while len(groups) < PROMPTS_AT_ONCE and (place := self._schedule.row_of(self._next)) is not None:
+            sections = self._encoded(self._source.train[place[1]])
+            if sections is not None:
+                groups.append((GroupKey(f"train-{self._next}", self._next), sections))
+            self._next += 1
+        if groups:
+            self._adding = self._client.add(groups, self._config.broker.request_seconds)
+        elif not self._data_ended:
+            self._client.end_of_data()
             self._data_ended = True
-            return False
-        key = GroupKey(f"train-{self._next_train}", self._next_train)
-        sections = self._encoded(self._source.train[place[1]])
-        if sections is None:
-            self._next_train += 1
-            return True
-        self._adding = self._client.add(key, sections, self._config.broker.request_seconds)
-        return True
 
     def _evaluate(self) -> bool:
-        """Add one held-out prompt of an evaluation that was asked for and is not complete."""
+        """Add held-out prompts of an evaluation that was asked for and is not complete; False if there is none."""
         asked, version = self._client.evaluation
-        size = len(self._heldout)
-        if self._next_eval >= asked * size:
+        size, first = len(self._heldout), self._client.next_seq["eval"]
+        if first >= asked * size:
             return False
-        number = self._next_eval % size
-        min_version = version if self._next_eval // size == asked - 1 else 0
-        key = GroupKey(f"eval-{self._next_eval}", self._next_eval, "eval", min_version)
+        groups: list[tuple[GroupKey, Sequence[Section]]] = []
         sampling = {"temperature": self._config.evaluation.temperature, "num_samples": 1}
-        sections = self._encoder.encode(self._heldout[number], sampling, size)
-        wait(self._client.add(key, sections, self._config.broker.request_seconds))
-        self._next_eval += 1
+        for seq in range(first, min(first + PROMPTS_AT_ONCE, asked * size)):
+            min_version = version if seq // size == asked - 1 else 0
+            key = GroupKey(f"eval-{seq}", seq, "eval", min_version)
+            groups.append((key, self._encoder.encode(self._heldout[seq % size], sampling, size)))
+        wait(self._client.add(groups, self._config.broker.request_seconds))
         return True
 
     def _encoded(self, row: Row) -> Sequence[Section] | None:
