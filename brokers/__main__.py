@@ -6,6 +6,7 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from brokers.client import SampleClient
@@ -17,8 +18,11 @@ from brokers.weights import WeightService
 from common import logs
 from common.clock import SystemClock
 from common.config import Config, from_json
-from common.errors import ConfigError
+from common.errors import ConfigError, Unreachable
 from common.process import Stop, run_main, write_atomically
+
+SILENT_BEATS = 3
+"""a member that missed so many heartbeats is not waited for"""
 
 
 def limits_of(config: Config) -> Limits:
@@ -38,7 +42,11 @@ def limits_of(config: Config) -> Limits:
 
 
 def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
-    """Serve the sample broker of the run that a plan file describes, until told to stop."""
+    """Serve the sample broker of the run that a plan file describes, until told to stop.
+
+    It then still serves its members until they have left: whoever ends a job tells all its processes to stop at once,
+    and workers give back what they hold.
+    """
     try:
         plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -47,12 +55,17 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     facts = Facts(plan["run"], json.dumps(plan["config"]), plan["folder"])
     service = SampleService(facts, [StageSpec.from_wire(spec) for spec in plan["stages"]], limits_of(config))
     endpoint = f"tcp://{args.host or config.broker.host}:{config.broker.port if args.port is None else args.port}"
-    router = Router(service, endpoint, SystemClock(), config.broker.high_water_mark)
+    clock = SystemClock()
+    router = Router(service, endpoint, clock, config.broker.high_water_mark)
     service.log.info("serving", run=facts.run, address=router.address)
     if args.announce:
         announcement = {"address": router.address, "run": facts.run, "pid": os.getpid()}
         write_atomically(Path(args.announce), announcement)
     router.run(stop.is_set)
+    # Workers have the grace time to leave; only then supervisors say their last word.
+    until = clock.now() + 2 * config.supervisor.grace_seconds
+    silent = SILENT_BEATS * config.broker.heartbeat_seconds
+    router.run(lambda: clock.now() >= until or not service.roster.heard_since(clock.now() - silent))
     router.close()
 
 
@@ -71,6 +84,8 @@ def serve_weights(args: argparse.Namespace, stop: Stop) -> None:
         service.log.info("serving", run=welcome.run, address=router.address)
         router.run(lambda: stop.is_set() or client.ended)
         router.close()
+        with suppress(Unreachable):  # the sample broker is gone already; there is nobody to say goodbye to
+            client.leave(seconds=2.0)
     finally:
         channel.close(drain_seconds=1.0)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from brokers.service import Message, Outgoing, Service
 from common.clock import Clock
-from common.errors import Unreachable, WireError, from_wire
+from common.errors import Unreachable, WireError, WorkerError, from_wire
 from common.header import Header
 from common.section import Buffer
 
@@ -64,8 +64,16 @@ class Channel(Protocol):
         ...
 
     def close(self, drain_seconds: float) -> int:
-        """End the channel; return how many requests were not answered within `drain_seconds`."""
+        """End the channel; return how many requests were not answered within `drain_seconds`, questions left aside.
+
+        What is still open fails with `Unreachable`.
+        """
         ...
+
+
+def is_question(header: Header, frames: Sequence[Buffer]) -> bool:
+    """Whether a request only waits for something to happen: nothing is lost when nobody answers it any more."""
+    return header.deadline_s > 0 and not frames
 
 
 def wait(pending: Pending, seconds: float | None = None) -> Reply:
@@ -78,8 +86,6 @@ def wait(pending: Pending, seconds: float | None = None) -> Reply:
 
 def settle(pending: Pending, reply: Reply) -> None:
     """Complete a request with a reply or with the error that it reports."""
-    if pending.cancelled():
-        return
     if reply.header.verb == "error":
         body = reply.header.body
         pending.set_exception(from_wire(str(body.get("kind")), str(body.get("message"))))
@@ -140,16 +146,19 @@ class MemoryChannel:
         self._broker = broker
         self._worker, self._incarnation = worker, incarnation
         self._peer = f"{worker}#{incarnation}"
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, tuple[Pending, bool]] = {}
         self._last = 0
+        self._closed = False
         broker.attach(self._peer, self._deliver)
 
     def request(self, header: Header, frames: Sequence[Buffer] = (), *, seconds: float | None = None) -> Pending:
         """Send a request; the reply is usually there when this returns."""
         del seconds
+        if self._closed:
+            raise WorkerError("the channel in memory is closed")
         self._last += 1
         pending: Pending = Future()
-        self._pending[self._last] = pending
+        self._pending[self._last] = (pending, is_question(header, frames))
         stamped = replace(header, worker=self._worker, incarnation=self._incarnation, request=self._last)
         self._broker.send(self._peer, stamped, frames)
         return pending
@@ -161,8 +170,11 @@ class MemoryChannel:
     def close(self, drain_seconds: float) -> int:
         """End the channel."""
         del drain_seconds
+        self._closed = True
         self._broker.detach(self._peer)
-        undelivered = sum(not pending.done() for pending in self._pending.values())
+        undelivered = sum(not question for _, question in self._pending.values())
+        for pending, _ in self._pending.values():
+            pending.set_exception(Unreachable("the channel in memory was closed"))
         self._pending.clear()
         return undelivered
 
@@ -170,7 +182,7 @@ class MemoryChannel:
         if out.header.verb == "ping":
             self._broker.send(self._peer, Header("pong", worker=self._worker, incarnation=self._incarnation), ())
             return
-        pending = self._pending.pop(out.header.request, None)
+        asked = self._pending.pop(out.header.request, None)
         self.pulse.heard(dict(out.header.body))
-        if pending is not None:
-            settle(pending, Reply(out.header, out.frames))
+        if asked is not None:
+            settle(asked[0], Reply(out.header, out.frames))

@@ -100,12 +100,15 @@ class SampleClient:
         return self.channel.request(Header("lease", run=self.run, stage=stage, deadline_s=wait_seconds, body=body))
 
     def take(self, reply: Reply) -> Batch:
-        """Check and unpack the reply to a lease request; damaged groups are fetched again."""
+        """Check and unpack the reply to a lease request; damaged groups are fetched again, or left if lost by then."""
         frames, leases, place = reply.frames, list[Leased](), 0
         for item in reply.header.items:
             mine = frames[place : place + len(item.sections)]
             place += len(item.sections)
-            leases.append(self._leased(item, self._intact(item, mine)))
+            try:
+                leases.append(self._leased(item, self._intact(item, mine)))
+            except LeaseLost as error:
+                self._log.warning("lease lost before its group arrived whole", group=item.group, error=str(error))
         body = reply.header.body
         return Batch(leases, str(body.get("starved", "")), body.get("state") != "running")
 
@@ -131,7 +134,7 @@ class SampleClient:
         frames = [section.data for r in results for section in r.sections]
         return self.channel.request(Header("put", run=self.run, items=items, body={"ack": ack}), frames)
 
-    def confirm(self, pending: Pending, results: Sequence[Result]) -> list[str]:
+    def confirm(self, pending: Pending, results: Sequence[Result], *, ack: bool = True) -> list[str]:
         """Wait for the reply to `put`, sending again what was damaged; return the groups whose lease was lost."""
         for attempt in range(1, TRIES + 1):
             try:
@@ -140,7 +143,7 @@ class SampleClient:
                 if attempt == TRIES:
                     raise
                 self._log.warning("damaged under way, sending again", error=str(error), attempt=attempt)
-                pending = self.put(results)
+                pending = self.put(results, ack=ack)
         raise AssertionError("the last attempt returns or raises")
 
     def ack(self, leases: Sequence[Leased], step: PolicyVersion = -1) -> None:

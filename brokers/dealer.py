@@ -18,8 +18,8 @@ import structlog
 import zmq
 
 from brokers import sockets
-from brokers.channel import Pending, Pulse, Reply, settle
-from common.errors import Unreachable, WireError, WorkerError
+from brokers.channel import Pending, Pulse, Reply, is_question, settle
+from common.errors import ConfigError, Unreachable, WireError, WorkerError
 from common.header import Header, pack, unpack
 from common.section import Buffer
 
@@ -27,17 +27,26 @@ REPLY_SECONDS = 30.0
 """how long a reply may take beyond the deadline that the request itself carries"""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
+    """A request under way. `message`: its frames, the header first."""
+
     header: Header
-    frames: tuple[Buffer, ...]
+    message: tuple[Buffer, ...]
     pending: Pending
     until: float
     seconds: float
 
+    @property
+    def is_question(self) -> bool:
+        return is_question(self.header, self.message[1:])
+
 
 class DealerChannel:
-    """A channel to the broker at `endpoint`, as `worker#incarnation`."""
+    """A channel to the broker at `endpoint`, as `worker#incarnation`.
+
+    Raises `ConfigError` for an address, a name or a high-water mark that cannot be.
+    """
 
     def __init__(
         self, endpoint: str, worker: str, incarnation: str, heartbeat_seconds: float = 1.0, high_water_mark: int = 64
@@ -47,8 +56,8 @@ class DealerChannel:
         self._names = (worker, incarnation)
         self._owner = os.getpid()
         self._heartbeat_seconds = heartbeat_seconds
-        self._high_water_mark = high_water_mark
         self._context = zmq.Context()
+        self._socket = self._connected(high_water_mark)  # handed over to the I/O thread when that starts
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_in.set_hwm(1)
         self._wake_in.bind("inproc://wake")
@@ -58,13 +67,15 @@ class DealerChannel:
         self._last = 0
         self._beating = False
         self._closing = False
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"io {self.endpoint}", daemon=True)
         self._thread.start()
 
     def request(self, header: Header, frames: Sequence[Buffer] = (), *, seconds: float | None = None) -> Pending:
         """Send a request; its future fails with `Unreachable` when no reply came in time.
 
-        Raises `WorkerError` in a process that inherited this channel by a fork: the socket belongs to its parent.
+        Raises `WireError` for a header that cannot be encoded, and `WorkerError` on a closed channel or in a process
+        that inherited this channel by a fork: the socket belongs to its parent.
         """
         if os.getpid() != self._owner:
             raise WorkerError(
@@ -78,7 +89,8 @@ class DealerChannel:
             self._last += 1
             worker, incarnation = self._names
             stamped = replace(header, worker=worker, incarnation=incarnation, request=self._last)
-            self._outbox.append(_Request(stamped, tuple(frames), pending, time.monotonic() + allowed, allowed))
+            message = (pack(stamped), *frames)
+            self._outbox.append(_Request(stamped, message, pending, time.monotonic() + allowed, allowed))
         self._wake()
         return pending
 
@@ -88,10 +100,14 @@ class DealerChannel:
         self._wake()
 
     def close(self, drain_seconds: float) -> int:
-        """Wait up to `drain_seconds` for replies, then end the thread; return how many requests had none."""
+        """Wait up to `drain_seconds` for replies, then end the thread; return how many requests had none.
+
+        Questions are not waited for. What is still open fails with `Unreachable`.
+        """
         with self._lock:
             self._closing = True
-            open_requests = [r.pending for r in (*self._outbox, *self._waiting.values())]
+            under_way = {*self._outbox, *self._waiting.values()}
+            open_requests = [request.pending for request in under_way if not request.is_question]
         until = time.monotonic() + drain_seconds
         for pending in open_requests:
             remaining = until - time.monotonic()
@@ -103,12 +119,29 @@ class DealerChannel:
         undelivered = sum(not pending.done() for pending in open_requests)
         if undelivered:
             structlog.get_logger(part="channel").warning("closed", endpoint=self.endpoint, undelivered=undelivered)
-        self._owner = -1
+        self._stopped = True
         self._wake()
         self._thread.join()
         self._wake_in.close(0)
         self._context.term()
+        for request in under_way:
+            if not request.pending.done():
+                request.pending.set_exception(Unreachable(f"the channel to {self.endpoint} was closed"))
         return undelivered
+
+    def _connected(self, high_water_mark: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            sockets.prepare(socket, high_water_mark)
+            socket.setsockopt_string(zmq.IDENTITY, "#".join(self._names))
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            socket.connect(self.endpoint)
+        except (zmq.ZMQError, ConfigError) as error:
+            socket.close(0)
+            self._context.term()
+            raise ConfigError(f"cannot connect {self._names[0]!r} to {self.endpoint}: {error}") from error
+        return socket
 
     def _wake(self) -> None:
         with self._lock, contextlib.suppress(zmq.Again):  # Again: the thread has been woken already
@@ -118,17 +151,12 @@ class DealerChannel:
         wake_out = self._context.socket(zmq.PAIR)
         wake_out.set_hwm(1)
         wake_out.connect("inproc://wake")
-        socket = self._context.socket(zmq.DEALER)
-        sockets.prepare(socket, self._high_water_mark)
-        socket.setsockopt_string(zmq.IDENTITY, "#".join(self._names))
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        socket.connect(self.endpoint)
+        socket = self._socket
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(wake_out, zmq.POLLIN)
         next_beat = time.monotonic()
-        while self._owner > 0:
+        while not self._stopped:
             now = time.monotonic()
             if self._beating and now >= next_beat:
                 next_beat = now + self._heartbeat_seconds
@@ -156,9 +184,10 @@ class DealerChannel:
         while self._outbox:
             request = self._outbox[0]
             try:
-                socket.send_multipart([pack(request.header), *request.frames], zmq.NOBLOCK, copy=False)
+                socket.send_multipart(request.message, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return  # at the high-water mark: the request stays first in line
+            request.message = request.message[:1] + (b"",) * (len(request.message) - 1)  # ZeroMQ keeps what it needs
             with self._lock:
                 self._waiting[request.header.request] = request
                 self._outbox.popleft()

@@ -11,15 +11,18 @@ the trainer that moment is `commit`: until the checkpoint of its step is on disk
     any state before trained ──▶ dropped(reason) | dead(reason)
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from brokers import refusals
 from brokers.books import Books
 from brokers.record import ROLLOUT, TRAINER, Counts, End, Grant, Lease, Limits, Record, StageSpec
 from brokers.window import Window
-from common.errors import WireError
 from common.group import GroupKey, PolicyVersion
 from common.section import SectionInfo
+
+DEAD_LETTERS = 1000
+"""histories of dead groups that are kept, the latest"""
 
 
 def _ignore(_group: str, _section: str) -> None:
@@ -39,23 +42,21 @@ class Ledger:
         self.next_seq = {"train": 0, "eval": 0}
         self.data_ended = False
         self.ended: tuple[str, str] | None = None
-        self.dead_letters: list[tuple[str, list[str]]] = []
+        self.dead_letters: deque[tuple[str, list[str]]] = deque(maxlen=DEAD_LETTERS)
         self._acked: defaultdict[PolicyVersion, list[Record]] = defaultdict(list)  # by the step that trained them
 
     def room_for(self, key: GroupKey, sections: Sequence[SectionInfo]) -> str | None:
         """Return None if a new group fits into the rollout queue, else the queue and the bound that it would exceed."""
-        queue, limits = self.books.queues[ROLLOUT], self.limits
+        queue = self.books.queues[ROLLOUT]
         size = sum(info.length for info in sections if info.name in self.books.stages[ROLLOUT].requires)
         if key.purpose == "eval" or queue.groups == 0 or key.seq < self.next_seq["train"]:
             return None
-        if queue.groups >= limits.max_queue_groups:
-            return f"queue {ROLLOUT!r} holds {queue.groups} of at most {limits.max_queue_groups} groups"
-        if queue.bytes + size > limits.max_queue_bytes:
-            return f"queue {ROLLOUT!r} holds {queue.bytes} of at most {limits.max_queue_bytes} bytes"
-        return None
+        reached = queue.bound_reached(size, self.limits.max_queue_groups, self.limits.max_queue_bytes)
+        return reached and f"queue {ROLLOUT!r} holds {reached}"
 
     def add(self, key: GroupKey, sections: Sequence[SectionInfo], now: float) -> bool:
         """Take in a new group; False if this prompt was taken in before (a repeat, ignored) or the run is over."""
+        refusals.new_group(self.books, key, sections)
         if key.seq < self.next_seq[key.purpose] or self.ended:
             self.counts.repeated += 1
             return False
@@ -93,12 +94,12 @@ class Ledger:
         """Stage the sections of a leased group until its ack; return the names that are new.
 
         `versions`: oldest and newest policy version in the group's spans; -1 from other stages than rollout.
-        Raises `LeaseLost`, or `WireError` for a section that the stage does not add.
+        Raises `LeaseLost`, or `WireError` for a section that the stage does not add or a version that cannot be.
         """
         lease, record = self.books.held(lease_id, worker)
-        foreign = {info.name for info in sections} - self.books.stages[lease.stage].adds
-        if foreign:
-            raise WireError(f"stage {lease.stage!r} put sections {sorted(foreign)}, which it does not add")
+        refusals.foreign_sections(self.books.stages[lease.stage], sections)
+        if lease.stage == ROLLOUT:
+            refusals.spans(record, versions, self.window.version)
         fresh = [info for info in sections if info.name not in lease.staged]
         self.counts.repeated += len(sections) - len(fresh)
         lease.staged.update({info.name: info for info in fresh})
@@ -116,9 +117,9 @@ class Ledger:
         Raises `LeaseLost`, or `WireError` when a section that the stage adds was not put.
         """
         lease, record = self.books.held(lease_id, worker)
-        missing = self.books.stages[lease.stage].adds - lease.staged.keys()
-        if missing:
-            raise WireError(f"stage {lease.stage!r} acknowledges group {record.key.id} without {sorted(missing)}")
+        refusals.unfinished(self.books.stages[lease.stage], record, list(lease.staged))
+        if lease.stage == TRAINER:
+            refusals.other_step(f"group {record.key.id} is acknowledged for step", step, self.window.version)
         self.books.end_lease(lease, keep=True)
         self.books.queues[lease.stage].leave(record.key.id)
         if lease.stage == TRAINER:
@@ -135,9 +136,13 @@ class Ledger:
             self.books.forget(record)
 
     def advance(self, version: PolicyVersion) -> None:
-        """The trainer made an update: what it acknowledged for the version before is trained. Repeats are ignored."""
+        """The trainer made an update: what it acknowledged for the version before is trained. Repeats are ignored.
+
+        Raises `WireError` for any version but the next.
+        """
         if version == self.window.version:
             return
+        refusals.other_step("trainer says that it reached version", version, self.window.version + 1)
         done = self._acked[version - 1]
         self.window.advance(version, len(done))
         self.counts.trained += len(done)
@@ -145,6 +150,7 @@ class Ledger:
 
     def commit(self, version: PolicyVersion) -> None:
         """The checkpoint of `version` is on disk: what was trained before it can go."""
+        refusals.future_version("checkpoint", version, self.window.version)
         for step in [step for step in self._acked if step < version]:
             for record in self._acked.pop(step):
                 self.books.forget(record)
@@ -186,11 +192,11 @@ class Ledger:
         self.books.changed |= {ROLLOUT, TRAINER}
 
     def end(self, state: str, reason: str) -> None:
-        """The run is over: what is started and not trained is dropped, nothing is handed out any more."""
+        """The run is over: what is started and in no update is dropped, nothing is handed out any more."""
         if self.ended:
             return
         for record in list(self.books.records.values()):
-            if record.trained_step is not None:
+            if record.trained_step is not None and record.trained_step < self.window.version:
                 self.books.forget(record)
             else:
                 self._finish(record, "dropped", "run ended")
@@ -210,15 +216,16 @@ class Ledger:
         """Say why a lease of this stage returned nothing."""
         if self.ended:
             return "run ended"
-        if stage == ROLLOUT and self.books.queues[ROLLOUT].first() is None:
-            return "no more prompts" if self.data_ended else "waiting for prompts"
-        if stage == ROLLOUT:
+        if stage == ROLLOUT and self.window.credits(version) == 0:
             return f"waiting for credit at version {version}"
+        if stage == ROLLOUT:
+            return "no more prompts" if self.data_ended else "waiting for prompts"
         if stage == TRAINER and self.exhausted:
             return "no more groups"
         return f"waiting for groups in queue {stage!r}"
 
     def _lease_rollout(self, worker: str, want: int, now: float, version: PolicyVersion) -> list[Grant]:
+        refusals.future_version(f"rollout worker {worker}", version, self.window.version)
         granted, evaluation, queue = list[Grant](), self.books.evaluation, self.books.queues[ROLLOUT]
         while len(granted) < want and (group := evaluation.first()) is not None:
             if self.books.records[group].key.min_version > version:
@@ -232,8 +239,7 @@ class Ledger:
         return granted
 
     def _lease_trainer(self, worker: str, want: int, now: float, version: PolicyVersion, at_least: int) -> list[Grant]:
-        if version != self.window.version:
-            raise WireError(f"trainer asks for step {version}, the broker is at version {self.window.version}")
+        refusals.other_step("trainer asks for groups of step", version, self.window.version)
         queue, granted = self.books.queues[TRAINER], list[Grant]()
         while len(granted) < want and (group := queue.first()) is not None:
             record = self.books.records[group]
@@ -280,13 +286,14 @@ class Ledger:
             record.deadline = None
             self.counts.started -= 1
             self.counts.restarted += 1
+            self.books.changed.add(TRAINER)  # its deadline kept others back
         self.books.refresh(record, now, in_order=self.limits.in_order)
 
     def _finish(self, record: Record, end: End, reason: str) -> None:
         """End a group as dropped or dead. Train groups are counted if they were started."""
         if record.deadline is not None:
             self.window.give_up(record.deadline, handed=record.handed)
-            (self.counts.dropped if end == "dropped" else self.counts.dead)[reason] += 1
+            self.counts.count_end(end, reason)
         elif not record.is_train:
             self.counts.evaluation_lost += 1
         if end == "dead":

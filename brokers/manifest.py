@@ -34,8 +34,15 @@ class Manifest:
             tensors = tuple((str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in body["tensors"])
             chunks = tuple((int(length), int(checksum)) for length, checksum in body["chunks"])
             manifest = Manifest(int(body["version"]), tensors, chunks)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"not a manifest: {error!r}") from error
+        if not tensors:
+            raise WireError(f"version {manifest.version} has no tensors")
+        if len({name for name, _, _ in tensors}) < len(tensors):
+            raise WireError(f"version {manifest.version} names a tensor twice")
+        sizes = [length for length, _ in chunks] + [size for _, _, shape in tensors for size in shape]
+        if min(sizes, default=0) < 0:
+            raise WireError(f"version {manifest.version} announces a negative size")
         announced = sum(length for length, _ in chunks)
         needed = sum(prod(shape) * width(dtype) for _, dtype, shape in tensors)
         if announced != needed:

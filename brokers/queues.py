@@ -6,11 +6,13 @@ from typing import TypeAlias
 
 Order: TypeAlias = tuple[int, int]
 """(urgency, sequence number); the smallest leaves first"""
+SWEEP = 64
+"""removed entries beyond the number of ready ones that a queue may hold"""
 
 
 @dataclass(slots=True)
 class StageQueue:
-    """A priority queue with removal in O(1): a removed entry is skipped when it comes to the front."""
+    """A priority queue with removal in O(1): a removed entry is skipped at the front, or swept with many others."""
 
     groups: int = 0
     bytes: int = 0
@@ -34,8 +36,19 @@ class StageQueue:
             self.groups -= 1
             self.bytes -= known[0]
 
+    def bound_reached(self, num_bytes: int, max_groups: int, max_bytes: int) -> str | None:
+        """Return None if one more group of `num_bytes` fits, else how much of which bound is used."""
+        if self.groups >= max_groups:
+            return f"{self.groups} of at most {max_groups} groups"
+        if self.bytes + num_bytes > max_bytes:
+            return f"{self.bytes} of at most {max_bytes} bytes"
+        return None
+
     def push(self, group: str, order: Order) -> None:
         """Make a group ready, or change its order."""
+        if len(self._heap) > 2 * len(self._ready) + SWEEP:
+            self._heap = [entry for entry in self._heap if self._ready.get(entry[1]) == entry[2]]
+            heapq.heapify(self._heap)
         self._stamp += 1
         self._ready[group] = self._stamp
         heapq.heappush(self._heap, (order, group, self._stamp))

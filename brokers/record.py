@@ -10,6 +10,8 @@ from common.section import SectionInfo
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 End = Literal["dropped", "dead"]
+REASONS = 100
+"""reasons that are told apart; the rest is counted together"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,11 @@ class Counts:
     restarted: int = 0
     expired: int = 0
     repeated: int = 0
+
+    def count_end(self, end: End, reason: str) -> None:
+        """Count a group that ended without being trained; a run must not grow by reasons that name single groups."""
+        reasons = self.dropped if end == "dropped" else self.dead
+        reasons[reason if reason in reasons or len(reasons) < REASONS else "other reasons"] += 1
 
     def to_wire(self) -> dict[str, Any]:
         """Return plain numbers and maps."""

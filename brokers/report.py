@@ -31,7 +31,7 @@ def describe(service: SampleService, now: float) -> dict[str, Any]:
         "bytes": service.store.bytes,
         "queues": queues,
         "counts": {**ledger.counts.to_wire(), "refused": dict(service.refused), "unroutable": service.unroutable},
-        "dead_letters": [{"group": group, "history": history} for group, history in ledger.dead_letters[-20:]],
+        "dead_letters": [{"group": group, "history": history} for group, history in list(ledger.dead_letters)[-20:]],
         "workers": [member.describe(now) for member in service.roster.members()],
         "turn": {"side": service.turn.side, "fence": service.turn.fence},
     }

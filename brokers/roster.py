@@ -61,6 +61,10 @@ class Roster:
         """Return all members in the order in which they joined."""
         return list(self._by_name.values())
 
+    def heard_since(self, time: float) -> bool:
+        """Whether some member that is not lost gave a sign of life after `time`."""
+        return any(member.seen > time and not member.lost for member in self._by_name.values())
+
     def leave(self, peer: str) -> None:
         """Forget a member that said goodbye."""
         member = self._by_peer.pop(peer, None)

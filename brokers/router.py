@@ -8,7 +8,7 @@ import zmq
 from brokers import sockets
 from brokers.service import Message, Outgoing, Service
 from common.clock import Clock
-from common.errors import WireError
+from common.errors import ConfigError, WireError
 from common.header import pack, unpack
 
 TICK_SECONDS = 0.05
@@ -23,10 +23,14 @@ class Router:
         self._clock = clock
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        sockets.prepare(self._socket, high_water_mark)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not lost
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer is heard at once
-        self.address = sockets.bind(self._socket, endpoint)
+        try:
+            sockets.prepare(self._socket, high_water_mark)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not lost
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer is heard at once
+            self.address = sockets.bind(self._socket, endpoint)
+        except ConfigError:
+            self.close()  # an open socket would keep the process from ending
+            raise
         self._unsent: dict[str, list[Outgoing]] = {}
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -40,16 +44,16 @@ class Router:
                 self._send([out for queue in self._unsent.values() for out in queue], again=True)
             wait_ms = max(1, int(1000 * (next_tick - now)))
             if self._socket.poll(wait_ms):
-                self._receive()
+                self._receive(next_tick)
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close()
+        self._socket.close(0)
         self._context.term()
 
-    def _receive(self) -> None:
-        """Handle everything that has arrived, so that one poll serves many messages."""
-        while True:
+    def _receive(self, until: float) -> None:
+        """Handle what has arrived: one poll serves many messages, but no longer than `until`, when a tick is due."""
+        while self._clock.now() < until:
             try:
                 parts = cast(list[Any], self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
@@ -76,9 +80,8 @@ class Router:
                 message = [out.peer.encode(), pack(out.header), *out.frames]
                 self._socket.send_multipart(message, zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                self._unsent[out.peer] = [
-                    out
-                ]  # its pipe is at the high-water mark; kept in order, sent at the next tick
+                # Its pipe is at the high-water mark: kept in order and sent at the next tick.
+                self._unsent[out.peer] = [out]
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise

@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from brokers import refusals
 from brokers.ledger import Ledger
 from brokers.record import TRAINER, Grant, Limits, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
-from brokers.service import Message, Service
+from brokers.service import Message, Service, refusal
 from brokers.store import MemoryStore
 from brokers.turn import Turn
 from brokers.waiting import Waiting, WaitingRoom
-from common.errors import QueueFull, RelaxError, WireError
+from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
 from common.header import Header, Item, attach
 from common.section import Section
@@ -91,14 +92,22 @@ class SampleService(Service):
             for lease in self.ledger.books.held_by(member.peer):
                 self.ledger.nack(lease.id, member.peer, "worker left", now, fault=False)
         self.turn.lost(member.peer)
+        gone = BrokerError(f"{member.peer} has left")
         for room in (*self.leasing.values(), self.adding, self.turning):
-            room.leave(member.peer)
+            for waiting in room.withdraw(member.peer):
+                if not member.lost:  # it said goodbye and may still listen
+                    self.reply(member.peer, waiting.message.header, refusal(gone))
 
     def on_time(self, now: float) -> None:
         """Expire leases; tell requests that waited too long what they waited for."""
         for lease in self.ledger.expire(now):
             self.log.warning("lease expired", group=lease.group, stage=lease.stage, worker=lease.worker)
             self.turn.lost(lease.worker)
+        for member in self.roster.members():
+            if not member.lost and now - member.seen > self.ledger.limits.lease_seconds:
+                member.lost = "silent"  # it may come back: its leases are over, its requests stay
+                self.turn.lost(member.peer)
+                self.log.warning("worker silent", worker=member.peer, seconds=round(now - member.seen, 1))
         for room in self.leasing.values():
             for waiting in room.overdue(now):
                 self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
@@ -129,8 +138,7 @@ class SampleService(Service):
     def _add(self, message: Message) -> None:
         items = attach(message.header, message.frames)
         for item, _ in items:
-            if item.purpose not in self.ledger.next_seq:
-                raise WireError(f"group {item.group}: unknown purpose {item.purpose!r}")
+            refusals.new_group(self.ledger.books, _key(item), item.sections)
         waiting = Waiting(message, message.now + message.header.deadline_s, items)
         behind_others = len(self.adding) > 0 and any(item.purpose == "train" for item, _ in items)
         if behind_others or not self._try_add(waiting, message.now):
@@ -187,6 +195,9 @@ class SampleService(Service):
 
     def _put(self, message: Message) -> Header:
         def put(item: Item, sections: dict[str, Section]) -> None:
+            _, record = self.ledger.books.held(item.lease, message.peer)
+            if record.key.id != item.group:
+                raise WireError(f"lease {item.lease} is of group {record.key.id}, not of {item.group}")
             versions = (item.version_min, item.version_max)
             for name in self.ledger.put(item.lease, message.peer, item.sections, versions, item.tokens):
                 self.store.keep(item.group, sections[name])
@@ -224,8 +235,14 @@ class SampleService(Service):
 
     def _fetch(self, message: Message) -> Header | None:
         """Send the sections of a lease again: they arrived damaged."""
-        (item,) = message.header.items
+        if len(message.header.items) != 1:
+            raise WireError(f"fetch: {len(message.header.items)} groups, expected one")
+        item = message.header.items[0]
         lease, record = self.ledger.books.held(item.lease, message.peer)
+        known = self.ledger.books.stages[lease.stage].requires & record.sections.keys()
+        foreign = {info.name for info in item.sections} - known
+        if foreign:
+            raise WireError(f"fetch: stage {lease.stage!r} was not given sections {sorted(foreign)}")
         grant = Grant(lease, record, tuple(record.sections[info.name] for info in item.sections))
         frames = tuple(self.store.read(item.group, info) for info in grant.sections)
         self.refused["damaged"] += 1

@@ -6,12 +6,12 @@ A message goes in, messages come out, so the in-memory channel and the socket ru
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import structlog
 
 from brokers.roster import Member, Roster
-from common.errors import RelaxError, WireError
+from common.errors import LeaseLost, RelaxError, WireError
 from common.header import Header
 from common.section import Buffer
 
@@ -52,6 +52,13 @@ class Message:
         if not isinstance(value, str):
             raise WireError(f"{self.header.verb}: argument {name!r} is {value!r}, expected a text")
         return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return an argument that is a map, empty by default; raises `WireError` when it is something else."""
+        value = self.header.body.get(name, {})
+        if not isinstance(value, dict):
+            raise WireError(f"{self.header.verb}: argument {name!r} is {value!r}, expected a map")
+        return cast(dict[str, Any], value)
 
 
 Verb: TypeAlias = Callable[[Message], Header | None]
@@ -174,6 +181,9 @@ class Service:
             raise WireError(f"a message of run {header.run!r} reached the broker of run {self.run!r}")
         member = self.roster.find(message.peer)
         if member is None and header.verb not in self.open_verbs:
+            holder = self.roster.holder(header.worker)
+            if holder is not None:
+                raise LeaseLost(f"{message.peer} was replaced by {holder.peer}; its leases have ended")
             raise WireError(f"unknown worker {message.peer!r}: say hello first")
         if member is not None:
             member.seen = message.now
@@ -183,6 +193,10 @@ class Service:
         holder = self.roster.holder(message.header.worker)
         if holder is None or holder.peer == message.peer:
             return self._admit(message)
+        older = self._claims.pop(message.header.worker, None)
+        if older is not None:
+            error = WireError(f"the name {message.header.worker!r} is claimed by a later worker, {message.peer}")
+            self.reply(older[0].peer, older[0].header, self.refuse(error))
         self._claims[message.header.worker] = (message, message.now + PROBE_SECONDS)
         self._out.append(Outgoing(holder.peer, Header("ping", run=self.run)))
         return None
@@ -201,7 +215,11 @@ class Service:
     def _settle(self, name: str, claim: Message, why: str) -> None:
         del self._claims[name]
         self.log.info("name passes on", worker=name, why=why)
-        self.reply(claim.peer, claim.header, self._admit(claim))
+        try:
+            reply = self._admit(claim)
+        except RelaxError as error:
+            reply = self.refuse(error)
+        self.reply(claim.peer, claim.header, reply)
 
     def _pong(self, message: Message) -> Header | None:
         member = self.member(message.peer)
@@ -217,7 +235,7 @@ class Service:
     def _beat(self, message: Message) -> Header:
         member = self.member(message.peer)
         member.lost = ""
-        member.progress.update(message.body.get("progress", {}))
+        member.progress.update(message.table("progress"))
         self.on_beat(message)
         return Header("ok", body=self.state())
 

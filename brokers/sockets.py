@@ -37,7 +37,12 @@ def prepare(socket: zmq.Socket[Any], high_water_mark: int) -> None:
 
 
 def bind(socket: zmq.Socket[Any], endpoint: str) -> str:
-    """Bind and return the address with the port that was taken; raises `ConfigError` when it cannot be."""
+    """Bind and return the address with the port that was taken; raises `ConfigError` when it cannot be.
+
+    An address that means all interfaces is refused: it is told to workers, who could not connect to it.
+    """
+    if any(endpoint.startswith(f"tcp://{host}:") for host in ("0.0.0.0", "[::]", "::", "*")):
+        raise ConfigError(f"broker.host of {endpoint} means every interface: name the address that workers shall use")
     try:
         socket.bind(address(endpoint))
     except zmq.ZMQError as error:

@@ -1,6 +1,7 @@
 """The verbs of the weight broker, typed, over any channel."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ class WeightClient:
         """Join; raises `Unreachable` after `seconds`, `WireError` when the broker belongs to another run."""
         body = {"role": role, "host": host, "pid": pid}
         wait(self.channel.request(Header("hello", run=self.run, worker=self.worker, body=body), seconds=seconds))
+
+    def leave(self, seconds: float) -> None:
+        """Say goodbye. Raises `Unreachable` after `seconds`."""
+        wait(self.channel.request(Header("bye", run=self.run), seconds=seconds))
 
     def publish(self, version: PolicyVersion, tensors: Sequence[NamedTensor], chunk_bytes: int) -> int:
         """Publish a version as a whole and return its bytes; publishing the same again changes nothing."""
@@ -73,14 +78,22 @@ class WeightClient:
 class Follower:
     """Pulls each newer version: ask, stage its chunks, verify them, hand them over. Never blocks.
 
-    A version that cannot be verified is given up with a log line; what was handed over before stays valid.
+    A version that cannot be verified is given up with a log line; what was handed over before stays valid. `on_reply`
+    is called, from another thread, when `poll` may have something to do.
     """
 
-    def __init__(self, client: WeightClient, version: PolicyVersion, wait_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        client: WeightClient,
+        version: PolicyVersion,
+        wait_seconds: float = 1.0,
+        on_reply: Callable[[], object] = lambda: None,
+    ) -> None:
         self._client = client
+        self._on_reply = on_reply
         self._version = version
         self._wait_seconds = wait_seconds
-        self._asked: Pending = client.ask(version, wait_seconds)
+        self._asked: Pending = self._watched(client.ask(version, wait_seconds))
         self._manifest: Manifest | None = None
         self._pulls: dict[int, Pending] = {}
         self._chunks: dict[int, Buffer] = {}
@@ -104,7 +117,8 @@ class Follower:
                 return None
             self._manifest = Manifest.from_wire(told)
             self._pulls = {
-                index: self._client.pull(self._manifest, index) for index in range(len(self._manifest.chunks))
+                index: self._watched(self._client.pull(self._manifest, index))
+                for index in range(len(self._manifest.chunks))
             }
         if self._manifest is None:
             return None
@@ -120,10 +134,10 @@ class Follower:
         return manifest.version, list(join(manifest, chunks))
 
     def fetch(self, seconds: float) -> tuple[PolicyVersion, list[NamedTensor]] | None:
-        """Poll until a newer version is here, at most about `seconds`."""
-        rounds = max(1, int(seconds / self._wait_seconds))
-        for _ in range(rounds):
-            futures.wait(self.pending(), self._wait_seconds, futures.FIRST_COMPLETED)
+        """Poll until a newer version is here, at most `seconds`."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            futures.wait(self.pending(), left, futures.FIRST_COMPLETED)
             while any(pending.done() for pending in self.pending()):
                 found = self.poll()
                 if found is not None:
@@ -144,7 +158,7 @@ class Follower:
             self._tries += 1
             _log.warning("chunk damaged", error=str(damage), tries=self._tries)
             if self._tries < TRIES:
-                self._pulls[index] = self._client.pull(manifest, index)
+                self._pulls[index] = self._watched(self._client.pull(manifest, index))
                 return True
             self._ask()
             return False
@@ -156,4 +170,8 @@ class Follower:
 
     def _ask(self) -> None:
         self._manifest, self._pulls, self._chunks, self._tries = None, {}, {}, 0
-        self._asked = self._client.ask(self._version, self._wait_seconds)
+        self._asked = self._watched(self._client.ask(self._version, self._wait_seconds))
+
+    def _watched(self, pending: Pending) -> Pending:
+        pending.add_done_callback(lambda _: self._on_reply())
+        return pending

@@ -6,10 +6,12 @@ With `s` = max_staleness, `B` = groups_per_step, `v` = the trainer's version:
   `outstanding < (w + s + 1 - v) * B`, where outstanding groups are started and not yet part of an update. The group's
   deadline is w + s: the last version at which it may be trained.
 * Hand-out. A group may join the batch of step v only if every group that stays behind can still meet its deadline:
-  for each d >= v, at most `(d - v) * B + slots left in this batch` of them have a deadline <= d.
+  for each d >= v, at most `(d - v) * B + slots left in this batch` of them have a deadline <= d. Only deadlines before
+  the group's own can be in danger: for later ones it takes a slot and leaves one group less behind.
 
 Admission keeps the number of groups with a deadline <= d at or below `(d - v + 1) * B`, so the B earliest deadlines are
-always a legal batch, and the hand-out gate cannot deadlock.
+always a legal batch, and the hand-out gate cannot deadlock. Should a group turn out older than its start said, the
+earliest deadline may still leave, and what is then too late is stale.
 """
 
 from collections import Counter
@@ -75,9 +77,9 @@ class Window:
         if self.slots <= 0 or deadline < self.version:
             return False
         behind = 0
-        for other in sorted(self._waiting):
-            behind += self._waiting[other] - (other == deadline)
-            if behind > max(0, other - self.version) * self.groups_per_step + self.slots - 1:
+        for other in sorted(other for other in self._waiting if self.version <= other < deadline):
+            behind += self._waiting[other]
+            if behind > (other - self.version) * self.groups_per_step + self.slots - 1:
                 return False
         return True
 

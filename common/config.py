@@ -4,6 +4,7 @@ A component (engine, backend, reward, algorithm, data source, model recipe) keep
 tables here only hold its name, and the caller of `load` says where its options are declared.
 """
 
+import copy
 import difflib
 import json
 import tomllib
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import ConfigError
 
 
 class Table(BaseModel):
-    """A group of settings. Unknown settings are errors, values never change after loading."""
+    """A group of settings. Unknown settings are errors, numbers are finite, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Component(BaseModel):
@@ -69,7 +70,10 @@ class Rewards(Table):
 
 
 class Workers(Table):
-    """How many processes each role gets. In hybrid mode reference and advantage run inside the trainer."""
+    """How many processes each role gets. In hybrid mode reference and advantage run inside the trainer.
+
+    `rollout`: on each node that generates, which are all but the first of a run on several nodes.
+    """
 
     rollout: int = Field(1, ge=0)
     reward: int = Field(1, ge=0)
@@ -78,10 +82,7 @@ class Workers(Table):
 
 
 class Broker(Table):
-    """The sample broker. A bound of 0 is refused: in ZeroMQ, 0 would mean unlimited.
-
-    `max_queue_groups`: prompts that wait for rollout; by default twice what max_staleness lets run.
-    """
+    """The sample broker. `max_queue_groups`: prompts waiting for rollout, by default twice what may be under way."""
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
@@ -89,9 +90,16 @@ class Broker(Table):
     heartbeat_seconds: float = Field(1.0, gt=0)
     request_seconds: float = Field(60.0, gt=0)
     max_attempts: int = Field(3, gt=0)
-    max_queue_groups: int | None = Field(None, gt=0)
-    max_queue_bytes: int = Field(4 << 30, gt=0)
-    high_water_mark: int = Field(64, gt=0)
+    max_queue_groups: int | None = None
+    max_queue_bytes: int = 4 << 30
+    high_water_mark: int = 64
+
+    @field_validator("max_queue_groups", "max_queue_bytes", "high_water_mark")
+    @classmethod
+    def _is_a_bound(cls, value: int | None) -> int | None:
+        if value is not None and value <= 0:
+            raise ValueError("a bound must be at least 1; in ZeroMQ 0 would mean unlimited, and memory has an end")
+        return value
 
 
 class Weights(Table):
@@ -162,7 +170,7 @@ def load(path: Path, overrides: Sequence[str], options: TypeOfOptions) -> Config
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     for override in overrides:
         _override(tree, override)
@@ -171,8 +179,9 @@ def load(path: Path, overrides: Sequence[str], options: TypeOfOptions) -> Config
 
 def check(tree: dict[str, Any], options: TypeOfOptions) -> Config:
     """Validate a tree of settings; raises `ConfigError` as `load` does."""
+    tree = copy.deepcopy(tree)
     if tree.get("mode") == "sync":
-        tree = {"max_staleness": 0, **tree}
+        tree.setdefault("max_staleness", 0)
     mistakes: list[str] = []
     for place in COMPONENTS:
         mistakes += _complete(tree, place, options)
@@ -194,8 +203,11 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Read back what `to_json` wrote."""
-    return Config.model_validate_json(text)
+    """Read back what `to_json` wrote; raises `ConfigError` for what this release does not know."""
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, Config, ""))) from error
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -246,12 +258,11 @@ def _explain(error: ValidationError, model: type[BaseModel], prefix: str) -> Ite
     for mistake in error.errors(include_url=False):
         setting = prefix + ".".join(map(str, mistake["loc"]))
         if mistake["type"] == "extra_forbidden":
-            known = {prefix + name for name in _settings(model)}
-            near = difflib.get_close_matches(setting, known, n=1, cutoff=0.5) or [
-                name for name in known if name.rsplit(".", 1)[-1] == setting.rsplit(".", 1)[-1]
-            ]
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
-            yield f"unknown setting {setting!r}{hint}"
+            known, last = sorted(prefix + name for name in _settings(model)), setting.rsplit(".", 1)[-1]
+            near = [name for name in known if f".{name}".endswith(f".{last}")]
+            near = near or difflib.get_close_matches(setting, known, n=1)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known here: {', '.join(known)}"
+            yield f"unknown setting {setting!r}; {hint}"
         elif mistake["type"] == "missing":
             yield f"setting {setting!r} is missing"
         else:
@@ -283,8 +294,6 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"broker.max_queue_groups = {config.broker.max_queue_groups} is less than the {window} groups that "
             f"max_staleness = {config.max_staleness} and groups_per_step = {config.groups_per_step} keep under way"
         )
-    if config.mode == "hybrid":
-        for role, default in (("reference", 1), ("advantage", 1)):
-            if getattr(config.workers, role) not in (0, default):
-                count = getattr(config.workers, role)
-                yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"
+    for role, count in (("reference", config.workers.reference), ("advantage", config.workers.advantage)):
+        if config.mode == "hybrid" and count > 1:
+            yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"

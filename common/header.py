@@ -4,6 +4,7 @@ Nothing in it is trusted: a peer that speaks another protocol, belongs to anothe
 there is refused with the reason, and nothing of its message is kept.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -55,7 +56,7 @@ class Header:
 
 
 def pack(header: Header) -> bytes:
-    """Encode a header as msgpack."""
+    """Encode a header as msgpack; raises `WireError` for a value that msgpack cannot hold (integers beyond 64 bits)."""
     items = [
         [
             item.group,
@@ -74,7 +75,10 @@ def pack(header: Header) -> bytes:
     ]
     fields = (header.verb, header.run, header.worker, header.incarnation, header.request, header.stage)
     message = [header.protocol, *fields, header.deadline_s, items, dict(header.body)]
-    return cast(bytes, msgpack.packb(message))
+    try:
+        return cast(bytes, msgpack.packb(message))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise WireError(f"header of {header.verb!r} cannot be encoded: {error!r}") from error
 
 
 def unpack(data: Buffer) -> Header:
@@ -93,6 +97,8 @@ def unpack(data: Buffer) -> Header:
     kinds = (int, str, str, str, str, int, str, (int, float), list, dict)
     _expect("header", parts, kinds)
     _, verb, run, worker, incarnation, request, stage, deadline_s, items, body = parts
+    if not math.isfinite(deadline_s):
+        raise WireError(f"header announces a deadline of {deadline_s} s")
     return Header(
         verb, run, worker, incarnation, request, stage, float(deadline_s), tuple(_item(i) for i in items), body
     )

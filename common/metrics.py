@@ -2,18 +2,25 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 
 class MetricsFile:
-    """Appends rows as JSON lines; a row that was written survives a crash of the process."""
+    """Appends rows as JSON lines; a row that was written survives a crash of the process.
+
+    A line that an earlier writer left torn is cut off, else the first new row would be lost with it.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            whole = path.read_bytes().rfind(b"\n") + 1
+            os.truncate(path, whole)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -51,4 +58,8 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast(Sequence[Any], value)]
     return value

@@ -56,12 +56,19 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
 
 def write_atomically(path: Path, content: Mapping[str, Any] | str) -> None:
-    """Write a file so that a reader sees all of it or nothing: temporary file, fsync, rename."""
+    """Write a file so that a reader sees all of it or nothing: temporary file, fsync, rename.
+
+    A failure leaves the old file and no temporary one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = content if isinstance(content, str) else json.dumps(content, indent=2)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(temporary).rename(path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).rename(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

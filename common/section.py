@@ -87,12 +87,15 @@ def decode(section: Section) -> pa.RecordBatch:
             if not reader.schema.equals(schema):
                 raise WireError(f"section {info.name!r}: schema {reader.schema} differs from the declared {schema}")
             table = reader.read_all()
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise WireError(f"section {info.name!r}: not an Arrow stream ({error})") from error
     if table.num_rows != info.rows:
         raise WireError(f"section {info.name!r}: {table.num_rows} rows arrived, {info.rows} were announced")
-    batches = table.combine_chunks().to_batches()
-    return batches[0]
+    batch = table.combine_chunks().to_batches()[0]
+    for name, array in zip(schema.names, batch.columns, strict=True):
+        if _nulls(array):
+            raise WireError(f"section {info.name!r}, column {name!r}: {_nulls(array)} null values")
+    return batch
 
 
 def _schema(name: str) -> pa.Schema:
@@ -105,10 +108,16 @@ def _schema(name: str) -> pa.Schema:
 def _array(section: str, field: pa.Field, values: Sequence[Any] | pa.Array) -> pa.Array:
     try:
         array: Any = values if isinstance(values, pa.Array) else pa.array(values, field.type)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError) as error:  # Arrow's own errors and, from text, UnicodeEncodeError
         raise WireError(f"section {section!r}, column {field.name!r}: {error}") from error
     if array.type != field.type:
         raise WireError(f"section {section!r}, column {field.name!r}: type {array.type}, declared {field.type}")
-    if array.null_count:
-        raise WireError(f"section {section!r}, column {field.name!r}: {array.null_count} null values")
+    nulls = _nulls(array)
+    if nulls:
+        raise WireError(f"section {section!r}, column {field.name!r}: {nulls} null values")
     return array
+
+
+def _nulls(array: Any) -> int:
+    """Nulls of a column, those inside its lists included."""
+    return array.null_count + (array.flatten().null_count if pa.types.is_large_list(array.type) else 0)

@@ -10,16 +10,18 @@ from common.errors import WireError
 from common.section import Buffer
 
 BFLOAT16 = "bfloat16"
+_NUMBERS = frozenset(
+    {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
 
 
 def width(dtype: str) -> int:
-    """Return bytes per value; raises `WireError` for a dtype that numpy does not know and that is not bfloat16."""
+    """Return bytes per value; raises `WireError` for what is neither a number of numpy nor bfloat16."""
     if dtype == BFLOAT16:
         return 2
-    try:
-        return np.dtype(dtype).itemsize
-    except TypeError as error:
-        raise WireError(f"unknown dtype {dtype!r}") from error
+    if dtype not in _NUMBERS:
+        raise WireError(f"unknown dtype {dtype!r}")
+    return np.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class NamedTensor:
     data: Buffer
 
     def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise WireError(f"tensor {self.name!r}: shape {list(self.shape)} has a negative size")
         expected = prod(self.shape) * width(self.dtype)
         length = memoryview(self.data).nbytes
         if length != expected:
@@ -45,5 +49,5 @@ class NamedTensor:
 
 def from_numpy(name: str, array: np.ndarray[Any, Any], dtype: str | None = None) -> NamedTensor:
     """Wrap an array without a copy where it is contiguous. `dtype`: pass `bfloat16` for uint16 bits."""
-    contiguous = np.ascontiguousarray(array)
+    contiguous = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return NamedTensor(name, dtype or contiguous.dtype.name, array.shape, contiguous.reshape(-1).view("u1").data)

@@ -32,13 +32,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run: `folder` is absolute, `stages` are what the broker must know of the pipeline."""
+    """One run: `folder` is absolute, `stages` are what the broker must know of the pipeline, `host` what it binds."""
 
     run: str
     folder: str
     config: Config
     stages: tuple[StageSpec, ...]
     processes: tuple[Process, ...]
+    host: str
 
     def to_json(self) -> str:
         """Return the plan as JSON, the resolved configuration included."""
@@ -58,14 +59,18 @@ class Plan:
 
 def read(path: Path, overrides: Sequence[str]) -> Config:
     """Read and check a configuration file; raises `ConfigError` with every mistake."""
-    return load(path, overrides, registry.options)
+    config = load(path, overrides, registry.options)
+    model = config.model.path
+    if model is not None and not (Path(model) / "config.json").exists():
+        raise ConfigError(f"setting 'model.path' = {model!r}: not a Hugging Face folder, it holds no config.json")
+    return config
 
 
 def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str = "") -> Plan:
     """Lay out a run under `root` (absolute) on `nodes` nodes; raises `ConfigError` when its wiring cannot work.
 
-    Node 0 has the brokers and everything but rollout, which is on the other nodes if there are any. `host`: address
-    that the brokers bind; by default `broker.host`.
+    Node 0 has the brokers and everything but rollout, which is on the other nodes if there are any: `workers.rollout`
+    processes on each of them. `host`: address that the brokers bind; by default `broker.host`.
     """
     assert root.is_absolute(), f"the run's folder must not depend on where a worker is started: {root}"
     run = run or f"{config.name}-{uuid.uuid4().hex[:8]}"
@@ -84,13 +89,9 @@ def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str
     ]
     for role, count in counts.items():
         places = list(range(1, nodes)) if role == "rollout" and nodes > 1 else [0]
-        processes += _workers(run, role, count, places)
-    if nodes > 1 and counts["rollout"] < nodes - 1:
-        raise ConfigError(
-            f"workers.rollout = {counts['rollout']} leaves some of the {nodes - 1} rollout nodes idle; "
-            f"set it to a multiple of {nodes - 1}"
-        )
-    return Plan(run, str(folder), config, tuple(stage.spec() for stage in stages), tuple(processes))
+        processes += _workers(run, role, count * len(places), places)
+    specs = tuple(stage.spec() for stage in stages)
+    return Plan(run, str(folder), config, specs, tuple(processes), host or config.broker.host)
 
 
 def _brokers(run: str, folder: Path, host: str) -> list[Process]:

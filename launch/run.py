@@ -1,17 +1,25 @@
 """One run on one node: folder, model, brokers, workers, panel, and an orderly end with a summary."""
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
-from common.config import Config
-from common.errors import BrokerError, ConfigError, RelaxError, Unreachable, WorkerError
+from brokers.router import Router
+from brokers.service import Service
+from common.clock import SystemClock
+from common.config import Broker, Config
+from common.errors import BrokerError, ConfigError, Unreachable, WorkerError
 from common.process import Stop, write_atomically
 from launch import summary
 from launch.panel import Panel
@@ -19,7 +27,10 @@ from launch.plan import ANNOUNCEMENT, PLAN, Plan, Process
 from launch.supervisor import POLL_SECONDS, NodeSupervisor
 
 WORKERS = frozenset({"prompt", "rollout", "reward", "reference", "advantage", "trainer"})
+HEAD = "head"
 BROKERS = frozenset({"samples", "weights"})
+STATUS_SECONDS = 2.0
+"""how long one question for the run's state may wait; in between, the processes are looked after"""
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,14 +68,26 @@ def clear(folder: Path) -> None:
     folder.rename(older)
 
 
-def announced(folder: Path, run: str, seconds: float, stop: Stop) -> str:
-    """Return the sample broker's address once the broker of this very run has announced it."""
+def check_port(host: str, broker: Broker) -> None:
+    """Raise `ConfigError` if the sample broker could not bind its port, before anything that takes time is done."""
+    if broker.port:
+        service = Service("", "samples")
+        Router(service, f"tcp://{host}:{broker.port}", SystemClock(), broker.high_water_mark).close()
+
+
+def announced(folder: Path, run: str, seconds: float, stop: Stop, check: Callable[[], None] = lambda: None) -> str:
+    """Return the sample broker's address once the broker of this very run has announced it.
+
+    `check` is called again and again; it raises when there is nobody left to wait for.
+    """
     path, until = folder / ANNOUNCEMENT, time.monotonic() + seconds
     while not stop.is_set():
-        if path.exists():
+        # The head of this run may be moving an earlier run's folder away just now.
+        with contextlib.suppress(FileNotFoundError):
             told = json.loads(path.read_text(encoding="utf-8"))
             if told["run"] == run:
                 return told["address"]
+        check()
         if time.monotonic() >= until:
             raise Unreachable(f"no broker of run {run} announced itself in {path} within {seconds:g} s")
         stop.wait(POLL_SECONDS)
@@ -82,41 +105,47 @@ class Head:
         self._status: dict[str, Any] = {}
 
     def run(self) -> int:
-        """Run to the end; return 0 if the run finished."""
+        """Run to the end; return 0 if the run finished, 5 if it failed or was stopped."""
+        check_port(self._plan.host, self._config.broker)
         clear(self._folder)
         write_atomically(self._folder / PLAN, self._plan.to_json())
         write_atomically(self._folder / "config.json", json.loads(self._plan.to_json())["config"])
         began = time.monotonic()
         try:
             channel = self._start()
-            client = SampleClient(channel, "status", self._plan.run)
+            client = SampleClient(channel, HEAD, self._plan.run)
             try:
+                # A member: the broker, told to stop, stays until the head has heard its last word and left.
+                client.hello(HEAD, socket.gethostname(), os.getpid(), seconds=self._config.supervisor.start_seconds)
+                channel.start_heartbeats()
                 state, reason = self._watch(client)
                 self._end(client, state, reason)
+                result = self._summarise(state, reason, time.monotonic() - began)
             finally:
                 channel.close(drain_seconds=0.5)
         finally:
             self._supervisor.stop(WORKERS)
             self._supervisor.stop(BROKERS)
-        return self._conclude(state, reason, time.monotonic() - began)
+        summary.plot(self._folder, summary.rows_of(self._folder))
+        print(summary.text(result), flush=True)
+        return 0 if state == "finished" else WorkerError.exit_code
 
     def _start(self) -> DealerChannel:
         folder, seconds = self._folder, self._config.supervisor.start_seconds
         if self._config.model.recipe is not None:
             command = (sys.executable, "-m", "workers.prepare", "--plan", str(folder / PLAN))
-            self._supervisor.run_once(Process("prepare", "prepare", 0, command, restart=False))
+            self._supervisor.run_once(Process("prepare", "prepare", 0, command, restart=False), self._stop)
         processes = self._plan.on(0)
         samples = [process for process in processes if process.role == "samples"]
         self._supervisor.start(samples)
-        try:
-            address = announced(folder, self._plan.run, seconds, self._stop)
-        except RelaxError as error:
-            raise type(error)(f"{error} ({self._supervisor.last_words('samples')})") from error
+        address = announced(folder, self._plan.run, seconds, self._stop, lambda: self._supervisor.check("samples"))
+        structlog.get_logger(part="head").info("serves; more rollout workers may join", broker=address)
         self._supervisor.start([process for process in processes if process.role != "samples"], address)
-        return DealerChannel(address, "status", f"{os.getpid()}")
+        return DealerChannel(address, HEAD, uuid.uuid4().hex[:8])
 
     def _watch(self, client: SampleClient) -> tuple[str, str]:
         """Show the run until it ends; return its state and the reason."""
+        silent_since = time.monotonic()
         with Panel(self._config, self._plan.run, self._folder) as panel:
             while True:
                 self._supervisor.look()
@@ -124,13 +153,20 @@ class Head:
                     return "failed", self._supervisor.failure
                 if self._stop.is_set():
                     return "stopped", "asked to stop"
+                left = self._supervisor.left()
                 try:
-                    self._status = client.status(seconds=self._config.broker.request_seconds)
+                    self._status = client.status(seconds=STATUS_SECONDS)
                 except BrokerError as error:
-                    return "failed", str(error)
-                panel.update(self._status, self._supervisor.describe())
+                    if time.monotonic() - silent_since > self._config.broker.request_seconds:
+                        return "failed", str(error)
+                    continue
+                silent_since = time.monotonic()
+                others = [worker for worker in self._status["workers"] if worker["role"] != HEAD]
+                panel.update({**self._status, "workers": others}, self._supervisor.describe())
                 if self._status["state"] != "running":
                     return self._status["state"], self._status["reason"]
+                if left:
+                    return "stopped", f"{left} was asked to stop"
                 self._stop.wait(0.5)
 
     def _end(self, client: SampleClient, state: str, reason: str) -> None:
@@ -139,17 +175,17 @@ class Head:
             self._supervisor.wait_for_exit(WORKERS, self._config.supervisor.grace_seconds)
         self._supervisor.stop(WORKERS)
         try:
+            self._status = client.status(seconds=STATUS_SECONDS)  # whether it answers at all
             if state != "finished":
-                client.hello("status", "", os.getpid(), seconds=2.0)
                 client.end(state, reason)
-            self._status = client.status(seconds=2.0)
+                self._status = client.status(seconds=STATUS_SECONDS)
+            client.leave(seconds=STATUS_SECONDS)
         except BrokerError:
             pass  # the broker itself has died; the last status that was heard stands
 
-    def _conclude(self, state: str, reason: str, wall_s: float) -> int:
+    def _summarise(self, state: str, reason: str, wall_s: float) -> dict[str, Any]:
+        """Write the summary, before anything that takes time: who stopped the run may end it by force soon."""
         status = {**self._status, "reason": reason}
         result = summary.summarise(self._folder, self._config, status, wall_s, state)
         summary.write(self._folder, result)
-        summary.plot(self._folder, summary.rows_of(self._folder))
-        print(summary.text(result), flush=True)
-        return 0 if state == "finished" else WorkerError.exit_code
+        return result

@@ -16,7 +16,8 @@ from pathlib import Path
 import structlog
 
 from common.config import Supervisor as Settings
-from common.errors import ConfigError
+from common.errors import ConfigError, RelaxError, WorkerError
+from common.process import Stop
 from launch.plan import ADDRESS, Process
 
 FIRST_PAUSE_SECONDS = 0.2
@@ -67,19 +68,29 @@ class NodeSupervisor:
             self.children.append(child)
             self._spawn(child)
 
-    def run_once(self, process: Process) -> None:
-        """Run a process that must end by itself; raises `ConfigError` with its last words when it fails."""
+    def run_once(self, process: Process, stop: Stop) -> None:
+        """Run a process that must end by itself, until it has or `stop` is set; raises as `check` does."""
         self.start([process])
-        child = self.children.pop()
-        assert child.popen is not None, "it was started just now"
-        try:
-            code = child.popen.wait(self.settings.start_seconds)
-        except subprocess.TimeoutExpired as error:
-            self._signal(child, signal.SIGKILL)
-            seconds = self.settings.start_seconds
-            raise ConfigError(f"{process.name} took more than supervisor.start_seconds = {seconds:g}") from error
-        if code != 0:
-            raise ConfigError(f"{process.name} ended with code {code}: {self.last_words(process.name)}")
+        child, seconds = self.children[-1], self.settings.start_seconds
+        until = time.monotonic() + seconds
+        while child.alive and not stop.is_set():
+            if time.monotonic() >= until:
+                self.stop(frozenset({process.role}))
+                raise ConfigError(f"{process.name} took more than supervisor.start_seconds = {seconds:g}")
+            stop.wait(POLL_SECONDS)
+        self.stop(frozenset({process.role}))
+        self.children.remove(child)
+        if stop.is_set():
+            raise WorkerError(f"asked to stop while {process.name} was running")
+        if child.code:
+            raise self._error(child)
+
+    def check(self, name: str) -> None:
+        """Raise `ConfigError` or `WorkerError` with the last words of a process that has ended."""
+        for child in self.children:
+            if child.process.name == name and child.popen is not None and not child.alive:
+                child.code = child.popen.returncode
+                raise self._error(child)
 
     def look(self) -> None:
         """Notice who has died, restart who may be restarted, remember why the run failed."""
@@ -91,6 +102,10 @@ class NodeSupervisor:
                 self._spawn(child)
             elif child.popen is not None and not child.restart_at and child.code is None and not child.alive:
                 self._died(child, child.popen.returncode, now)
+
+    def left(self) -> str:
+        """Return the name of a process that nobody replaces and that has left in order, as it was asked to."""
+        return next((c.process.name for c in self.children if c.code == 0 and not c.process.restart), "")
 
     def stop(self, roles: frozenset[str] | None = None) -> None:
         """Ask processes to end (SIGTERM), wait for the grace time, then end their groups (SIGKILL)."""
@@ -151,15 +166,25 @@ class NodeSupervisor:
         name, settings = child.process.name, self.settings
         if code == 0:
             return
-        words = self.last_words(name)
-        structlog.get_logger(part="supervisor").warning("process died", process=name, code=code, last_words=words)
+        ending = self._ending(child)
+        structlog.get_logger(part="supervisor").warning("process died", process=name, ending=ending)
         if not child.process.restart or code == ConfigError.exit_code:
-            self.failure = self.failure or f"{name} ended with code {code}: {words}"
+            self.failure = self.failure or f"{name} {ending}"
         elif child.restarts >= settings.max_restarts:
-            self.failure = self.failure or f"{name} died {child.restarts + 1} times, last with code {code}: {words}"
+            self.failure = self.failure or f"{name} died {child.restarts + 1} times, at last it {ending}"
         else:
             child.code = None
             child.restart_at = now + FIRST_PAUSE_SECONDS * 2**child.restarts
+
+    def _ending(self, child: Child) -> str:
+        """Say how a process ended; one that was killed had no time for last words."""
+        if child.code is not None and child.code < 0:
+            return f"was ended by {signal.Signals(-child.code).name}"
+        return f"ended with code {child.code}: {self.last_words(child.process.name)}"
+
+    def _error(self, child: Child) -> RelaxError:
+        kind = ConfigError if child.code == ConfigError.exit_code else WorkerError
+        return kind(f"{child.process.name} {self._ending(child)}".replace(f"{kind.__name__}: ", ""))
 
     @staticmethod
     def _signal(child: Child, number: int) -> None:

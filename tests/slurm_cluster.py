@@ -28,7 +28,7 @@ STOP_DEADLINE_S: Final = 20.0
 COMMAND_DEADLINE_S: Final = 30.0
 POLL_S: Final = 0.2
 CPUS_PER_NODE: Final = 4
-KILL_WAIT_S: Final = 10
+KILL_WAIT_S: Final = 30
 LOG_TAIL_LINES: Final = 15
 
 ACTIVE_STATES: Final = frozenset(
@@ -53,7 +53,8 @@ ACTIVE_STATES: Final = frozenset(
 
 _DAEMON_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# ReturnToService: a node that was slow to answer comes back by itself. MinJobAge=0: ended jobs stay visible.
+# ReturnToService: a node that was slow to answer comes back by itself. MinJobAge (s): ended jobs stay visible;
+# 0 keeps them for a few seconds only, whatever slurm.conf(5) says.
 # config_overrides: nodes may declare more CPUs than the host has, which would drain them otherwise.
 # batch_sched_delay=0: without it a batch job waits for up to 3 s before it is looked at.
 _CONF: Final = """\
@@ -70,7 +71,7 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 MailProg=/bin/true
 ReturnToService=2
-MinJobAge=0
+MinJobAge=86400
 KillWait={kill_wait}
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill

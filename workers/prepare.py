@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common import logs
 from common.config import from_json
+from common.errors import ConfigError
 from common.process import run_main
 from workers import registry
 
@@ -17,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", required=True, metavar="FILE", help="plan.json of the run's folder")
     args = parser.parse_args(argv)
     logs.configure("prepare")
-    plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
+    try:
+        plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plan {args.plan}: {error}") from error
     config = from_json(json.dumps(plan["config"]))
     if config.model.recipe is not None:
         recipe = registry.create("model.recipe", config.model.recipe)

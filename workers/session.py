@@ -1,20 +1,27 @@
-"""How a worker enters a run: parse, connect, say hello, learn everything else from the answer."""
+"""How a worker enters a run: parse, connect, say hello, learn everything else from the answer.
+
+Until its work begins it holds nothing, so a signal ends it at once, even in the middle of an import; from then on a
+signal only asks the loop to come to an end.
+"""
 
 import argparse
 import os
+import signal
 import socket
+import sys
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from brokers.client import SampleClient, Welcome
 from brokers.dealer import DealerChannel
 from brokers.weight_client import WeightClient
 from common import logs
 from common.config import Config
-from common.errors import Unreachable
+from common.errors import BrokerError, Unreachable, WireError
 from common.process import Stop
 
 
@@ -27,7 +34,7 @@ class Session:
     stop: Stop
     name: str
     incarnation: str
-    _weights: DealerChannel | None = field(default=None)
+    _weights: WeightClient | None = field(default=None)
 
     @property
     def config(self) -> Config:
@@ -50,12 +57,21 @@ class Session:
         """Whether to leave: told to stop, or the run has ended."""
         return self.stop.is_set() or self.client.ended
 
+    def begin(self) -> None:
+        """The work begins: from now on SIGTERM and SIGINT set the stop flag."""
+        self.stop.install()
+
     def weights(self, role: str) -> WeightClient:
-        """Connect to the weight broker; raises `Unreachable` when it has not joined within the request deadline."""
+        """Connect to the weight broker; raises `Unreachable` when it has not joined within the request deadline.
+
+        Ends the process, in order, when the run ends meanwhile.
+        """
         seconds = self.config.broker.request_seconds
         endpoints: dict[str, str] = self.client.channel.pulse.state.get("endpoints", {})
         waited = 0.0
-        while "weights" not in endpoints and not self.over:
+        while "weights" not in endpoints:
+            if self.over:
+                sys.exit(0)
             if waited >= seconds:
                 raise Unreachable(f"no weight broker joined run {self.client.run} within {seconds:g} s")
             self.stop.wait(0.1)
@@ -63,16 +79,17 @@ class Session:
             self.client.status()
             endpoints = self.client.channel.pulse.state.get("endpoints", {})
         channel = DealerChannel(endpoints["weights"], self.name, self.incarnation)
-        self._weights = channel
-        client = WeightClient(channel, self.name, self.client.run)
-        client.hello(role, socket.gethostname(), os.getpid(), seconds=seconds)
+        self._weights = WeightClient(channel, self.name, self.client.run)
+        self._weights.hello(role, socket.gethostname(), os.getpid(), seconds=seconds)
         channel.start_heartbeats()
-        return client
+        return self._weights
 
     def close(self) -> None:
         """Say goodbye and close the channels."""
         if self._weights is not None:
-            self._weights.close(drain_seconds=1.0)
+            with suppress(BrokerError, WireError):  # it has left with the run, or this worker never became a member
+                self._weights.leave(seconds=0.5)
+            self._weights.channel.close(drain_seconds=1.0)
         with suppress(Unreachable):  # the broker is gone already; there is nobody to say goodbye to
             self.client.leave(seconds=2.0)
         self.client.channel.close(drain_seconds=2.0)
@@ -95,7 +112,8 @@ def parse(role: str, argv: Sequence[str] | None, description: str) -> argparse.N
 def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
     """Join the run at `args.broker` and leave it at the end of the block."""
     logs.configure(role, json_lines=args.log_json)
-    stop = Stop().install()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     incarnation = uuid.uuid4().hex[:8]
     channel = DealerChannel(args.broker, args.name, incarnation)
     client = SampleClient(channel, args.name, args.run)
@@ -105,8 +123,12 @@ def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
         channel.close(drain_seconds=0.0)
         raise
     channel.start_heartbeats()
-    session = Session(client, welcome, stop, args.name, incarnation)
+    session = Session(client, welcome, Stop(), args.name, incarnation)
     try:
         yield session
     finally:
         session.close()
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(0)

@@ -1,15 +1,19 @@
 """The loop of every stage that answers groups one for one: lease, handle, put, ack, until told to stop."""
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import ClassVar, Protocol
 
+from brokers.channel import wait
 from brokers.client import Leased, Result, SampleClient
 from common.errors import Reject
 from common.group import Group
 from common.section import Section
 
 WAIT_SECONDS = 1.0
-"""how long a lease request waits at the broker; the loop looks at its stop flag in between"""
+"""how long a lease request waits at the broker"""
+LOOK_SECONDS = 0.1
+"""how often the loop looks at its stop flag meanwhile"""
 
 
 class Stage(Protocol):
@@ -30,7 +34,12 @@ def run(name: str, stage: Stage, client: SampleClient, over: Callable[[], bool],
     """Serve the queue `name` until `over()`, up to `want` groups at a time; return how many groups were handled."""
     handled = 0
     while not over():
-        batch = client.lease(name, want, WAIT_SECONDS)
+        asked = client.request_lease(name, want, WAIT_SECONDS)
+        while not asked.done() and not over():
+            futures.wait([asked], LOOK_SECONDS)
+        if not asked.done():
+            break  # what the broker may still grant goes back when this worker says goodbye
+        batch = client.take(wait(asked))
         if batch.ended:
             break
         results = answer(stage, batch.leases, client)

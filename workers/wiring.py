@@ -61,19 +61,23 @@ def check(stages: Sequence[StageColumns], running: frozenset[str]) -> None:
         unknown = sorted(stage.requires - COLUMNS.keys())
         mistakes += [f"stage {stage.name!r} requires column {name!r}, which nobody declares" for name in unknown]
         if stage.name not in running:
-            mistakes.append(f"stage {stage.name!r} has no worker: set workers.{stage.name} to 1 or more")
-    here = columns_of("prompt")
-    left = [stage for stage in stages if stage.name in running]
+            waiting = [f"{other.name!r}" for other in stages if other.requires & stage.adds]
+            missing = frozenset[str]().union(*(other.requires & stage.adds for other in stages))
+            mistakes.append(
+                f"stage {stage.name!r} has no worker: set workers.{stage.name} to 1 or more, or nobody adds "
+                f"{', '.join(f'{name!r}' for name in sorted(missing))} for {', '.join(waiting)}"
+            )
+    # What a stage without a worker would add is taken to be here: its absence has been told.
+    here, left = columns_of("prompt"), list(stages)
     while ready := [stage for stage in left if stage.requires <= here]:
         here |= frozenset[str]().union(*(stage.adds for stage in ready))
         left = [stage for stage in left if stage not in ready]
     for stage in left:
         for name in sorted(stage.requires - here):
             if name in COLUMNS:
-                owner = COLUMNS[name].owner
                 mistakes.append(
-                    f"stage {stage.name!r} requires column {name!r}, which can never arrive: "
-                    f"its owner {owner!r} does not run or waits for {stage.name!r} itself"
+                    f"stage {stage.name!r} requires column {name!r}, which can never arrive: its owner "
+                    f"{COLUMNS[name].owner!r} is not part of this run or waits for {stage.name!r} itself"
                 )
     if mistakes:
         raise ConfigError("\n".join(mistakes))

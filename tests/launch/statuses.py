@@ -85,6 +85,7 @@ def status(*workers: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "version": 12,
         "endpoints": {"weights": "tcp://127.0.0.1:40001"},
         "evaluation": [10, 128],
+        "next_seq": {"train": 640, "eval": 128},
         "run": "mod10-3fa2c9d1",
         "outstanding": 15,
         "bytes": 3_950_000,

@@ -35,7 +35,7 @@ class Case:
         group: str = "g",
         *,
         seeds: Sequence[int] = (11, 12, 13),
-        max_tokens: int = 12,
+        max_tokens: int | tuple[int, ...] = 12,
         temperature: float = 1.0,
         stop_ids: tuple[int, ...] = (END,),
         begun: tuple[Generation, ...] = (),

@@ -39,7 +39,7 @@ def case(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Case:
 
 
 def long(case: Case, group: str = "g", **options: Any) -> Request:
-    """A request that no stop id ends: 12 tokens each, from the fake as many as its lengths say."""
+    """A request that no stop id ends: 12 tokens each."""
     return case.request(group, stop_ids=(), **options)
 
 
@@ -66,6 +66,25 @@ def test_a_sample_ends_with_the_first_stop_id_or_at_the_limit(case: Case) -> Non
         assert len(sample.logprobs) == len(sample.ids) <= 8
         assert all(logprob < 0 for logprob in sample.logprobs)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+
+
+def test_each_sample_has_a_limit_of_its_own(case: Case) -> None:
+    limits = (7, 1, 12, 3)
+    whole = run(case.start(), long(case, seeds=(1, 2, 3, 4)))["g"]
+    samples = run(case.start(), long(case, seeds=(1, 2, 3, 4), max_tokens=limits))["g"]
+    for sample, uncut, limit in zip(samples, whole, limits, strict=True):
+        assert (len(sample.ids), sample.finish_reason) == (limit, "length")
+        assert sample.ids == uncut.ids[:limit]
+
+
+def test_a_resumed_group_keeps_the_limits_of_its_samples(case: Case) -> None:
+    engine = case.start()
+    request = long(case, max_tokens=(9, 2, 5))
+    whole = run(engine, request)["g"]
+    engine.submit(request)
+    engine.step(1.0)
+    (part,) = engine.abort({"g"})
+    assert alike(run(engine, replace(request, begun=tuple(part.samples)))["g"], whole)
 
 
 def test_a_group_is_admitted_while_another_is_decoding(case: Case) -> None:
@@ -209,6 +228,9 @@ def test_requests_that_cannot_be_served_are_refused_and_nothing_runs(case: Case)
             engine.submit(replace(good, prompt_ids=prompt_ids))
     with pytest.raises(Reject):
         engine.submit(replace(good, sampling=replace(good.sampling, max_tokens=0)))
+    for limits in ((), (4, 4), (4, 0, 4)):
+        with pytest.raises(Reject, match="max_tokens"):
+            engine.submit(replace(good, sampling=replace(good.sampling, max_tokens=limits)))
     assert not engine.running()
     engine.submit(good)
     with pytest.raises(Reject, match="running already"):

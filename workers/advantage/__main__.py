@@ -14,7 +14,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve the advantage queue until the run ends."""
     args = parse("advantage", argv, __doc__ or "")
     with joined("advantage", args) as session:
-        stage.run("advantage", AdvantageStage(session.config), session.client, lambda: session.over, GROUPS_AT_ONCE)
+        advantage = AdvantageStage(session.config)
+        session.begin()
+        stage.run("advantage", advantage, session.client, lambda: session.over, GROUPS_AT_ONCE)
 
 
 if __name__ == "__main__":

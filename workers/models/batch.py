@@ -15,6 +15,7 @@ import numpy as np
 from common.errors import Reject
 from common.group import Group
 from common.tensor import NamedTensor
+from workers.processed import expected_placeholders, processor_tensors
 from workers.rollout.engine import ProcessorTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -114,7 +115,7 @@ def read_rows(groups: Sequence[Group], rules: TokenRules) -> Rows:
     response, an empty prompt, a wrong temperature, and for placeholders that do not match the media.
     """
     prompts, responses = ragged(groups, "prompt_ids"), ragged(groups, "response_ids")
-    tensors_G = tuple(_tensors(group) for group in groups)
+    tensors_G = tuple(processor_tensors(group) for group in groups)
     group_S = _repeat_by_group(groups)
     for group, tensors in zip(groups, tensors_G, strict=True):
         _check_ids(group, rules)
@@ -210,19 +211,6 @@ def _temperature(group: Group) -> Array:
     return values
 
 
-def _tensors(group: Group) -> tuple[ProcessorTensor, ...]:
-    """Processor tensors of the prompt; tensors without a single entry (an empty list of images) are left out."""
-    names, per_token = group.values("tensor_name"), group.values("tensor_per_token")
-    shapes, dtypes, data = group.values("tensor_shape"), group.values("tensor_dtype"), group.column("tensor_data")
-    return tuple(
-        ProcessorTensor(
-            NamedTensor(names[i], dtypes[i], tuple(shapes[i]), memoryview(data[i].as_buffer())), per_token[i]
-        )
-        for i in range(len(names))
-        if per_token[i] or 0 not in shapes[i]
-    )
-
-
 def _signature(tensors: tuple[ProcessorTensor, ...]) -> Any:
     """What must agree for tensors to be concatenated along the first axis, or stacked per row."""
     return frozenset(
@@ -269,10 +257,10 @@ def _check_media(group: Group, tensors: tuple[ProcessorTensor, ...], rules: Toke
 
 def _check_grid(name: str, modality: str, found: int, by_name: Mapping[str, NamedTensor], merge: int) -> None:
     grid, pixels = by_name.get(f"{modality}_grid_thw"), by_name.get(_PIXELS[modality])
-    patches = int(grid.numpy().prod(axis=-1).sum()) if grid else 0
-    if patches != found * merge**2:
-        expected = patches / merge**2
-        raise Reject(f"group {name}: {found} {modality} placeholder tokens, the grids ask for {expected:g}")
+    expected = expected_placeholders(grid.numpy() if grid else [], merge)
+    if found != expected:
+        raise Reject(f"group {name}: {found} {modality} placeholder tokens, the grids ask for {expected}")
+    patches = found * merge**2
     if pixels is not None and pixels.shape[0] != patches:
         raise Reject(f"group {name}: {pixels.shape[0]} rows of {_PIXELS[modality]}, the grids ask for {patches}")
 

@@ -4,7 +4,6 @@ Shapes: R rows, L padded length, T longest response and T1 one less, N response 
 prompt, V vocabulary, H hidden size.
 """
 
-import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from common.errors import ConfigError
 from workers.models.batch import Array, Rows, TokenRules, pad_rows, split_rows, wanted
+from workers.models.caches import Continuation
 from workers.models.load import media_token_ids, to_torch
 from workers.rollout.engine import ProcessorTensor
 
@@ -47,8 +47,7 @@ class Scorer:
         self.rules = token_rules(model)
         self._model = model
         self._can_split = _attends_to_all(model)
-        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self._rope_holder: Any = next((m for m in model.modules() if "rope_deltas" in vars(m)), None)
+        self._continuation = Continuation(model)
 
     def score(self, rows: Rows, chosen: Array) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the response tokens of the chosen rows: float32 [R, T], with gradient.
@@ -87,12 +86,11 @@ class Scorer:
             with _head_sees(self._model, picker):
                 return self._model(**inputs, use_cache=False).logits
         cache = DynamicCache()
-        if self._rope_holder is not None:
-            self._rope_holder.rope_deltas = None
+        self._continuation.forget()
         with _head_sees(self._model, picker.keep):
-            self._model(**inputs, **{self._cache_name: cache}, use_cache=True)
+            self._model(**inputs, **self._continuation.using(cache))
         prompt_R, present_UP = self._tensor(split.prompt_R), self._tensor(split.prompt_present_UP)
-        next_U = present_UP.sum(1) + self._rope_delta(len(present_UP))
+        next_U = present_UP.sum(1) + self._continuation.delta(len(present_UP), present_UP.device)
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.keys, layer.values = layer.keys.index_select(0, prompt_R), layer.values.index_select(0, prompt_R)
@@ -102,9 +100,8 @@ class Scorer:
             return self._model(
                 input_ids=ids_RT1,
                 attention_mask=torch.cat([present_UP[prompt_R], torch.ones_like(ids_RT1, dtype=torch.bool)], 1),
-                position_ids=position_RT1 if self._rope_holder is None else position_RT1.expand(3, -1, -1),
-                use_cache=True,
-                **{self._cache_name: cache},
+                position_ids=self._continuation.positions(position_RT1),
+                **self._continuation.using(cache),
             ).logits
 
     def _inputs(self, rows: Rows, groups: Array, ids: Array, present: Array) -> dict[str, Tensor]:
@@ -120,12 +117,6 @@ class Scorer:
             if tensor.tensor.name not in {"input_ids", "attention_mask"}:
                 inputs[tensor.tensor.name] = _media(rows, groups, tensor, ids.shape[1]).to(self._model.device)
         return inputs
-
-    def _rope_delta(self, count: int) -> Tensor:
-        """M-RoPE gives a picture fewer positions than tokens; the model leaves the difference per prompt."""
-        found: Tensor | None = None if self._rope_holder is None else self._rope_holder.rope_deltas
-        zeros = torch.zeros(count, dtype=torch.long, device=self._model.device)
-        return zeros if found is None else zeros + found.reshape(-1)
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)

@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.errors import Reject
+from workers.processed import expected_placeholders
 
 _KINDS = ("image", "video")
 
@@ -29,7 +30,7 @@ class Placeholders:
         for kind, token in self._tokens.items():
             name = f"{kind}_grid_thw"
             grid = tensors.get(name, np.zeros((0, 3), dtype=np.int64))
-            expected, found = int(grid.prod(axis=-1).sum()) // self._merge**2, int(np.count_nonzero(ids == token))
+            expected, found = expected_placeholders(grid, self._merge), int(np.count_nonzero(ids == token))
             if expected != found:
                 raise Reject(
                     f"{found} {kind} placeholders in the prompt, {expected} expected from {name} {grid.tolist()}"

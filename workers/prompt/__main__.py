@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         source = registry.create("data", config.data, config.seed)
         encoder = PromptEncoder(session.model_folder, config.data.name)
         feed = Feed(config, source, encoder, session.client, session.stop)
+        session.begin()
         while not session.over:
             feed.turn()
 

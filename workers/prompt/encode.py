@@ -13,6 +13,7 @@ from common.group import concatenate
 from common.section import Section, encode
 from common.tensor import NamedTensor
 from workers.models.load import load_processor, to_named
+from workers.processed import expected_placeholders
 from workers.prompt.media import clip_of, image_of, sound_of
 from workers.prompt.source import Medium, Row
 
@@ -183,8 +184,8 @@ def _tensors_section(tensors: Sequence[NamedTensor], num_tokens: int) -> Section
 
 
 def check_placeholders(kind: str, num_found: int, grids: Sequence[Sequence[int]], merge_size: int) -> None:
-    """Raise `Reject` unless `num_found` is the sum of t*h*w / merge_size^2 over grids (t, h, w) in patches."""
-    expected = sum(t * h * w // merge_size**2 for t, h, w in grids)
+    """Raise `Reject` unless a prompt holds as many placeholders as media of these grids take."""
+    expected = expected_placeholders(grids, merge_size)
     if num_found != expected:
         raise Reject(f"{num_found} {kind} placeholders, but its {kind} features fill {expected}")
 

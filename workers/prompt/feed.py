@@ -13,7 +13,7 @@ import structlog
 from brokers.channel import Pending, wait
 from brokers.client import SampleClient
 from common.config import Config
-from common.errors import QueueFull, Reject, WorkerError
+from common.errors import ConfigError, Damaged, QueueFull, Reject, WorkerError
 from common.group import GroupKey
 from common.process import Stop
 from common.section import Section
@@ -50,6 +50,11 @@ class Feed:
         self._schedule = Schedule(len(source.train), config.epochs, config.seed)
         self._next = client.next_seq["train"]
         self._heldout = source.heldout[: config.evaluation.prompts]
+        if config.evaluation.prompts and not self._heldout:
+            raise ConfigError(
+                f"setting 'evaluation.prompts' = {config.evaluation.prompts}, but data source {config.data.name!r} has "
+                "no held-out rows: give it some, or set evaluation.prompts = 0"
+            )
         self._adding: Pending | None = None
         self._data_ended = False
         self._rejected = 0
@@ -67,7 +72,7 @@ class Feed:
         if self._adding.done():
             try:
                 wait(self._adding)
-            except QueueFull:  # rollout is behind: what was not taken in is offered again, a repeat is ignored
+            except (QueueFull, Damaged):  # what was not taken in is offered again, a repeat is ignored
                 self._next = self._client.next_seq["train"]
             self._adding = None
 
@@ -86,7 +91,10 @@ class Feed:
             self._data_ended = True
 
     def _evaluate(self) -> bool:
-        """Add held-out prompts of an evaluation that was asked for and is not complete; False if there is none."""
+        """Add held-out prompts of an evaluation that was asked for and is not complete; False if there is none.
+
+        An evaluation is a number only if it is over all of its prompts, so none of them is skipped.
+        """
         asked, version = self._client.evaluation
         size, first = len(self._heldout), self._client.next_seq["eval"]
         if first >= asked * size:
@@ -96,7 +104,12 @@ class Feed:
         for seq in range(first, min(first + PROMPTS_AT_ONCE, asked * size)):
             min_version = version if seq // size == asked - 1 else 0
             key = GroupKey(f"eval-{seq}", seq, "eval", min_version)
-            groups.append((key, self._encoder.encode(self._heldout[seq % size], sampling, size)))
+            try:
+                groups.append((key, self._encoder.encode(self._heldout[seq % size], sampling, size)))
+            except Reject as error:
+                raise ConfigError(
+                    f"a held-out row of data source {self._config.data.name!r}: {error.reason}"
+                ) from error
         wait(self._client.add(groups, self._config.broker.request_seconds))
         return True
 

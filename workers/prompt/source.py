@@ -1,8 +1,9 @@
 """What a data source is: rows by number, with media as encoded bytes."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import xxhash
 from pydantic import BaseModel
@@ -32,6 +33,22 @@ class Row:
     media: tuple[Medium, ...] = ()
     reward_kind: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Rows(Sequence[Row]):
+    """Rows that are made when they are asked for."""
+
+    @abstractmethod
+    def row(self, number: int) -> Row:
+        """Return the row with this number, 0 <= number < len."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        numbers = range(len(self))[index]
+        return self.row(numbers) if isinstance(numbers, int) else [self.row(number) for number in numbers]
 
 
 class Source(Protocol):

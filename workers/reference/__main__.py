@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse("reference", argv, __doc__ or "")
     with joined("reference", args) as session:
         reference = ReferenceStage(session.config, session.model_folder)
+        session.begin()
         stage.run("reference", reference, session.client, lambda: session.over, GROUPS_AT_ONCE)
 
 

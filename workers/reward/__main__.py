@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse("reward", argv, __doc__ or "")
     with joined("reward", args) as session:
         rewards = RewardStage(session.config.reward, session.config.rewards)
+        session.begin()
         try:
             stage.run("reward", rewards, session.client, lambda: session.over, GROUPS_AT_ONCE)
         finally:

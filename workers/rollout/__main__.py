@@ -17,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         config, folder = session.config, session.model_folder
         engine = registry.create("engine", config.engine, folder, config.deterministic)
-        follower = Follower(session.weights("rollout"), engine.version)
+        follower = Follower(session.weights("rollout"), engine.version, on_reply=engine.interrupt)
         forbidden = media_token_ids(load_config(folder))
         rollout = Rollout(config, engine, session.client, follower, decoder(folder), stop_ids(folder), forbidden)
+        session.begin()
         try:
             rollout.run(lambda: session.over)
         finally:

@@ -23,16 +23,16 @@ class Start:
 
 
 class Running:
-    """A group that is neither finished nor aborted. `limit`: tokens that a response may have."""
+    """A group that is neither finished nor aborted. `limits`: tokens that each response may have."""
 
-    def __init__(self, key: int, request: Request, version: PolicyVersion, limit: int) -> None:
-        self.key, self.request, self.version, self.limit = key, request, version, limit
+    def __init__(self, key: int, request: Request, version: PolicyVersion, limits: tuple[int, ...]) -> None:
+        self.key, self.request, self.version, self.limits = key, request, version, limits
         self.begun = request.begun or (_NOTHING,) * len(request.seeds)
         self.done: dict[int, Generation] = {}
         for sample, begun in enumerate(self.begun):
             if begun.finish_reason != "abort":
                 self.done[sample] = begun
-            elif len(begun.ids) >= limit:
+            elif len(begun.ids) >= limits[sample]:
                 self.done[sample] = Generation(begun.ids, begun.logprobs, begun.spans, "length")
 
     @property
@@ -79,8 +79,8 @@ def batches(starts: Sequence[Start], most_tokens: int) -> Iterator[list[Start]]:
         yield batch
 
 
-def check_request(request: Request, vocabulary: int, context: int | None) -> int:
-    """Return how many tokens a response may have; raises `Reject` for a request that cannot be served."""
+def check_request(request: Request, vocabulary: int, context: int | None) -> tuple[int, ...]:
+    """Return how many tokens each response may have; raises `Reject` for a request that cannot be served."""
     num_tokens, num_samples = len(request.prompt_ids), len(request.seeds)
     if not num_tokens or not num_samples:
         raise Reject(
@@ -93,7 +93,12 @@ def check_request(request: Request, vocabulary: int, context: int | None) -> int
             if not 0 <= token < vocabulary:
                 raise Reject(f"group {request.group}: token id {token} is outside the vocabulary of {vocabulary}")
     check_tensors(request.tensors, num_tokens)
-    limit = min(request.sampling.max_tokens, (context or num_tokens + request.sampling.max_tokens) - num_tokens)
-    if limit < 1:
-        raise Reject(f"group {request.group}: {num_tokens} prompt tokens leave no room for a response in {context}")
-    return limit
+    wanted = request.sampling.limits(num_samples)
+    room = max(wanted) if context is None else context - num_tokens
+    limits = tuple(min(limit, room) for limit in wanted)
+    if min(limits) < 1:
+        raise Reject(
+            f"group {request.group}: no room for a response of max_tokens = {request.sampling.max_tokens} after "
+            f"{num_tokens} prompt tokens in {context}"
+        )
+    return limits

@@ -76,10 +76,10 @@ class Decoder:
         """Queue a group; the next step admits it if rows are free. Raises `Reject` as `Engine` says."""
         if request.group in self._groups:
             raise Reject(f"group {request.group} is running already")
-        limit = check_request(request, self._network.vocabulary, self._network.context)
+        limits = check_request(request, self._network.vocabulary, self._network.context)
         grids = {part.tensor.name: part.tensor.numpy() for part in request.tensors if part.tensor.name.endswith("_thw")}
         self._placeholders.check(request.prompt_ids, grids)
-        running = Running(self._next_key, request, self.version, limit)
+        running = Running(self._next_key, request, self.version, limits)
         self._groups[request.group] = self._by_key[running.key] = running
         self._waiting.append(running)
         self._next_key, self._group_size = self._next_key + 1, len(request.seeds)
@@ -160,7 +160,7 @@ class Decoder:
         rows = Rows.begin(starts, [self._kinds.number(start.running.request.sampling) for start in starts], self._home)
         rows.position_R = (prefilled.length_I + prefilled.delta_I)[source_R]
         self._draw(rows, prefilled.logits_IV[source_R])
-        ahead = max(start.running.limit for start in starts)
+        ahead = max(max(start.running.limits) for start in starts)
         self._cache.insert(prefilled.cache, source_R, prefilled.length_I[source_R], ahead)
         if self._rows is None:
             self._rows = rows

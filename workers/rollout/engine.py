@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import BaseModel
 
+from common.errors import Reject
 from common.group import PolicyVersion
 from common.tensor import NamedTensor
 
@@ -17,14 +18,22 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How tokens are drawn. `temperature` 0 is greedy; log-probs are then of the unscaled logits.
 
-    `stop_ids` end a sample and belong to it. `forbidden_ids` (media placeholders) get a logit of minus infinity, in the
-    trainer too.
+    `max_tokens`: longest response, one number for all samples or one for each. `stop_ids` end a sample and belong to
+    it. `forbidden_ids` (media placeholders) get a logit of minus infinity, in the trainer too.
     """
 
     temperature: float
-    max_tokens: int
+    max_tokens: int | tuple[int, ...]
     stop_ids: tuple[int, ...]
     forbidden_ids: tuple[int, ...] = ()
+
+    def limits(self, num_samples: int) -> tuple[int, ...]:
+        """Return the longest response of each sample; raises `Reject` when there are not as many as samples."""
+        if isinstance(self.max_tokens, int):
+            return (self.max_tokens,) * num_samples
+        if len(self.max_tokens) != num_samples:
+            raise Reject(f"max_tokens for {len(self.max_tokens)} samples, but there are {num_samples}")
+        return self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,10 @@ class Engine(Protocol):
 
     def step(self, wait_seconds: float) -> list[Completion]:
         """Advance (in this process) or wait up to `wait_seconds` (behind HTTP); return the groups that finished."""
+        ...
+
+    def interrupt(self) -> None:
+        """End the wait of a `step` that is running, or else of the next one; called from other threads."""
         ...
 
     def abort(self, groups: Collection[str]) -> list[Completion]:

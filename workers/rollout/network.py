@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from common.errors import ConfigError, Reject
+from workers.models.caches import Continuation
 from workers.models.load import media_token_ids, to_torch
 from workers.rollout.engine import ProcessorTensor
 
@@ -59,10 +60,8 @@ class Network:
             )
         parameters = inspect.signature(model.forward).parameters
         self.model = model
-        # `past_key_values` before transformers 5.24.
-        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._continuation = Continuation(model)
         self._keeps_logits = "logits_to_keep" in parameters
-        self._rope_holder: Any = next((m for m in model.modules() if "rope_deltas" in vars(m)), None)
         self.vocabulary: int = text.vocab_size
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         media = media_token_ids(model.config)
@@ -86,8 +85,7 @@ class Network:
         length_I = torch.tensor(lengths, device=self.device)
         keyword, cache = self._merged(prompts, ids_IT.shape[1]), DynamicCache()
         keep, inverse_I = (length_I - 1).unique(return_inverse=True)
-        if self._rope_holder is not None:
-            self._rope_holder.rope_deltas = None
+        self._continuation.forget()
         ids = torch.from_numpy(ids_IT).to(self.device)
         if keyword:
             # Omni models find their three axes only with a mask; pads count as text behind the media, which changes
@@ -98,23 +96,15 @@ class Network:
         output = self._forward(ids, cache, keyword)
         column_I = inverse_I if self._keeps_logits else length_I - 1
         logits_IV = output.logits[torch.arange(len(prompts), device=self.device), column_I]
-        return Prefilled(cache, logits_IV, length_I, self._delta(length_I))
+        return Prefilled(cache, logits_IV, length_I, self._continuation.delta(len(prompts), self.device))
 
     def decode(self, token_R: Tensor, position_R: Tensor, cache: Cache, mask_RT: Tensor | None) -> Tensor:
         """Return the logits [R, V] after one more token per row; `cache` takes its keys and values."""
-        position = position_R[:, None]
-        if self._rope_holder is not None:
-            position = position.expand(3, -1, -1)
-        keyword = {"position_ids": position, "attention_mask": mask_RT}
+        keyword = {"position_ids": self._continuation.positions(position_R[:, None]), "attention_mask": mask_RT}
         return self._forward(token_R[:, None], cache, keyword).logits[:, -1]
 
     def _forward(self, ids_RT: Tensor, cache: Cache, keyword: dict[str, Any]) -> Any:
-        return self.model(input_ids=ids_RT, use_cache=True, **{self._cache_keyword: cache}, **keyword)
-
-    def _delta(self, length_I: Tensor) -> Tensor:
-        """M-RoPE gives a picture fewer positions than tokens; the model left the difference at its prefill."""
-        found: Any = None if self._rope_holder is None else self._rope_holder.rope_deltas
-        return torch.zeros_like(length_I) if found is None else found.reshape(-1).to(length_I)
+        return self.model(input_ids=ids_RT, **self._continuation.using(cache), **keyword)
 
     def _merged(self, prompts: Sequence[Prompt], width: int) -> dict[str, Any]:
         merged: dict[str, Any] = {}

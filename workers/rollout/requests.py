@@ -2,34 +2,46 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
+
+from pydantic import Field, PositiveInt, ValidationError
 
 from brokers.client import Leased, Result
-from common.config import Config
+from common.config import Config, Table
 from common.errors import Reject
 from common.group import Group, concatenate
 from common.section import encode
 from common.seeds import seed_of
-from common.tensor import NamedTensor
-from workers.rollout.engine import Completion, Generation, ProcessorTensor, Request, SamplingParams
+from workers.processed import processor_tensors
+from workers.rollout.engine import Completion, Generation, Request, SamplingParams
 
-OVERRIDES = {"temperature", "max_tokens", "num_samples"}
-"""sampling settings that a prompt may bring along"""
+
+class Overrides(Table):
+    """Sampling settings that a prompt may bring along; those it leaves out are the run's.
+
+    `max_tokens`: one number, or a list of one for each sample. `ignore_stop`: end marks do not end a response; they can
+    be drawn as any other token, so log-probs remain those of the whole vocabulary, as the trainer computes them.
+    """
+
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    max_tokens: PositiveInt | tuple[PositiveInt, ...]
+    num_samples: PositiveInt
+    ignore_stop: bool = False
 
 
 def request_of(leased: Leased, config: Config, stop_ids: tuple[int, ...], forbidden_ids: tuple[int, ...]) -> Request:
-    """Return what the engine is asked for; raises `Reject` for an unknown sampling setting."""
+    """Return what the engine is asked for; raises `Reject` for a sampling setting that is unknown or does not fit."""
     group = leased.group
-    overrides: dict[str, Any] = json.loads(group.value("sampling"))
-    if unknown := sorted(overrides.keys() - OVERRIDES):
-        raise Reject(f"group {group.key.id}: sampling settings {unknown} are unknown; known: {sorted(OVERRIDES)}")
-    settings = {**config.sampling.model_dump(), "num_samples": config.group_size, **overrides}
-    params = SamplingParams(settings["temperature"], settings["max_tokens"], stop_ids, forbidden_ids)
+    settings = _settings(group, config)
+    stops = () if settings.ignore_stop else stop_ids
+    params = SamplingParams(settings.temperature, settings.max_tokens, stops, forbidden_ids)
+    params.limits(settings.num_samples)
     names = (config.seed, group.key.purpose, group.key.seq)
-    seeds = tuple(seed_of(*names, sample, group.attempt) for sample in range(settings["num_samples"]))
+    seeds = tuple(seed_of(*names, sample, group.attempt) for sample in range(settings.num_samples))
     prompt_ids = group.arrays("prompt_ids")[0]
+    tensors = processor_tensors(group) if "tensors" in group.sections else ()
     media = tuple(_media(group)) if "media" in group.sections else ()
-    return Request(group.key.id, prompt_ids, tuple(_tensors(group)), media, seeds, params)
+    return Request(group.key.id, prompt_ids, tensors, media, seeds, params)
 
 
 def result_of(
@@ -65,18 +77,19 @@ def versions_of(samples: Sequence[Generation]) -> list[int]:
     return [version for sample in samples for _, version in sample.spans]
 
 
-def _tensors(group: Group) -> list[ProcessorTensor]:
-    if "tensors" not in group.sections:
-        return []
-    columns = ("tensor_name", "tensor_dtype", "tensor_shape", "tensor_data", "tensor_per_token")
-    rows = zip(*(group.column(name) for name in columns), strict=True)
-    return [
-        ProcessorTensor(
-            NamedTensor(name.as_py(), dtype.as_py(), tuple(shape.as_py()), memoryview(data.as_buffer())),
-            per_token.as_py(),
-        )
-        for name, dtype, shape, data, per_token in rows
-    ]
+def _settings(group: Group, config: Config) -> Overrides:
+    run = {**config.sampling.model_dump(), "num_samples": config.group_size}
+    try:
+        given: Any = json.loads(group.value("sampling"))
+        if not isinstance(given, dict):
+            raise Reject(f"group {group.key.id}: sampling settings are an object, not {given!r}")
+        return Overrides.model_validate({**run, **cast(dict[str, Any], given)})
+    except json.JSONDecodeError as error:
+        raise Reject(f"group {group.key.id}: sampling settings are not JSON: {error}") from error
+    except ValidationError as error:
+        known = ", ".join(Overrides.model_fields)
+        flaws = "; ".join(f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}" for flaw in error.errors())
+        raise Reject(f"group {group.key.id}: sampling settings: {flaws}; known are {known}") from error
 
 
 def _media(group: Group) -> list[tuple[str, str, bytes]]:

@@ -58,7 +58,7 @@ class Rows:
         ]
         begun = [running.begun[sample] for running, sample, _ in each]
         integers = [
-            (running.key, sample, running.request.seeds[sample], kind, running.limit, len(had.ids))
+            (running.key, sample, running.request.seeds[sample], kind, running.limits[sample], len(had.ids))
             for (running, sample, kind), had in zip(each, begun, strict=True)
         ]
         temperatures = [running.request.sampling.temperature for running, _, _ in each]

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = RunReport(session.folder)
         weights = session.weights("trainer")
         trainer = Trainer(config, backend, session.client, weights, report, inline_stages(session, algorithm))
+        session.begin()
         try:
             state = trainer.run(lambda: session.over)
             if state == "finished":

@@ -49,6 +49,8 @@ class Trainer:
     def run(self, over: Callable[[], bool]) -> str:
         """Train until the steps are done, the data ends or `over()`; return `finished` or `stopped`."""
         every = self._config.evaluation.every
+        if self._config.mode == "sync":
+            self._backend.offload()  # the first turn is not ours
         self._evaluate(0)
         self._wait_for_evaluations(over)
         version = 0

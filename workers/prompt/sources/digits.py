@@ -3,7 +3,7 @@
 import importlib
 import io
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -11,7 +11,7 @@ from pydantic import Field
 from common.config import Table
 from common.errors import ConfigError
 from common.seeds import seed_of
-from workers.prompt.source import Medium, Row
+from workers.prompt.source import Medium, Row, Rows
 
 
 class Digits:
@@ -32,7 +32,7 @@ class Digits:
         self.heldout: Sequence[Row] = _Images(options.question, pixels_N88, digits_N, order[:heldout])
 
 
-class _Images(Sequence[Row]):
+class _Images(Rows):
     """Images by their number in the data set (`numbers_M`), encoded as PNG when they are asked for.
 
     N: all images, M: the ones of this part. `pixels_N88`: uint8, 0 to 255.
@@ -44,18 +44,13 @@ class _Images(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._numbers_M)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = int(self._numbers_M[index])
+    def row(self, number: int) -> Row:
+        """Return image and question."""
+        image_number = int(self._numbers_M[number])
         content = [{"type": "image"}, {"type": "text", "text": self._question}]
-        image = Medium("image", "image/png", _png(self._pixels_N88[number]))
+        image = Medium("image", "image/png", _png(self._pixels_N88[image_number]))
         messages = ({"role": "user", "content": content},)
-        return Row(f"digits/{number}", messages, str(int(self._digits_N[number])), (image,))
+        return Row(f"digits/{image_number}", messages, str(int(self._digits_N[image_number])), (image,))
 
 
 def _load() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -4,13 +4,13 @@ import json
 import mimetypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 
 from common.config import Table
 from common.errors import ConfigError
-from workers.prompt.source import Medium, Row
+from workers.prompt.source import Medium, Row, Rows
 
 
 class Jsonl:
@@ -21,7 +21,7 @@ class Jsonl:
 
         The rest names keys of an object. One of `messages` (list of chat messages) and `prompt` (text of one user
         message) must be there; optional are `label` (text or number), `media` (list of paths), `reward_kind` and `id`
-        (text) and `sampling` (settings that override the run's).
+        (text) and `sampling` (settings that override the run's, see `workers.rollout.requests.Overrides`).
         """
 
         path: str
@@ -42,7 +42,7 @@ class Jsonl:
             self.heldout = _Lines(Path(options.heldout_path), options, "data.heldout_path")
 
 
-class _Lines(Sequence[Row]):
+class _Lines(Rows):
     """Byte offset and line number of every line that is not blank; the lines stay in the file."""
 
     def __init__(self, path: Path, options: Jsonl.Options, setting: str) -> None:
@@ -66,25 +66,20 @@ class _Lines(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = int(self._numbers[index])
+    def row(self, number: int) -> Row:
+        """Read a line; raises `ConfigError` that names it when it cannot be a prompt."""
+        line = int(self._numbers[number])
         try:
             with self._path.open("rb") as file:
-                file.seek(int(self._offsets[index]))
+                file.seek(int(self._offsets[number]))
                 found: Any = json.loads(file.readline())
             if not isinstance(found, dict):
                 raise ValueError(f"an object is expected, not {type(found).__name__}")
-            return self._row(number, cast(dict[str, Any], found))
+            return self._row(line, cast(dict[str, Any], found))
         except OSError as error:
-            raise ConfigError(f"{self._path}, line {number}: {error.filename}: {error.strerror}") from error
+            raise ConfigError(f"{self._path}, line {line}: {error.filename}: {error.strerror}") from error
         except ValueError as error:
-            raise ConfigError(f"{self._path}, line {number}: {error}") from error
+            raise ConfigError(f"{self._path}, line {line}: {error}") from error
 
     def _row(self, number: int, found: dict[str, Any]) -> Row:
         """Raises `ValueError` for what cannot be a prompt, `OSError` for a medium that cannot be read."""

@@ -1,14 +1,13 @@
 """(x + y) mod 10 for two digits: the smallest task that a model learns by reward alone from random weights."""
 
 from collections.abc import Sequence
-from typing import Any, overload
 
 import numpy as np
 from pydantic import Field
 
 from common.config import Table
 from common.seeds import seed_of
-from workers.prompt.source import Row
+from workers.prompt.source import Row, Rows
 
 NUM_PAIRS = 100
 
@@ -35,8 +34,8 @@ class Mod10:
         self.heldout: Sequence[Row] = [_row(f"mod10/heldout/{place}", pair) for place, pair in enumerate(pairs)]
 
 
-class _Draws(Sequence[Row]):
-    """Row `index` is a hash of (seed, index), so no row is kept."""
+class _Draws(Rows):
+    """A row is a hash of (seed, number), so no row is kept."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._size, self._seed = size, seed
@@ -44,15 +43,9 @@ class _Draws(Sequence[Row]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        place = range(self._size)[index]
-        return _row(f"mod10/train/{place}", seed_of(self._seed, "mod10", place) % NUM_PAIRS)
+    def row(self, number: int) -> Row:
+        """Return a pair drawn from the seed."""
+        return _row(f"mod10/train/{number}", seed_of(self._seed, "mod10", number) % NUM_PAIRS)
 
 
 def _row(name: str, pair: int) -> Row:

@@ -3,7 +3,6 @@
 For measuring and testing everything around an engine. It passes the same conformance suite as the real ones.
 """
 
-import json
 import math
 import threading
 import time
@@ -17,13 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from common.errors import Reject, WireError
 from common.group import PolicyVersion
+from common.safetensors import shapes_in
 from common.seeds import seed_of
 from common.tensor import NamedTensor
 from workers.rollout.engine import Completion, FinishReason, Generation, Request
 
 _NORMAL = NormalDist()
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
-"""dtype names of the safetensors format"""
 
 
 @dataclass(slots=True)
@@ -53,7 +51,9 @@ class _Group:
     version: PolicyVersion
     started: float
     """monotonic seconds"""
-    seconds: float
+    cap: int
+    """tokens that take `seconds_per_group`"""
+    seconds: float = 0.0
     samples: list[_Sample] = field(default_factory=list[_Sample])
     candidates: tuple[int, ...] = ()
 
@@ -73,15 +73,14 @@ class FakeEngine:
     class Options(BaseModel):
         """`fixed` lengths are `max_tokens`; `long-tail`: log-normal with median a quarter of it, cut at `min_tokens`.
 
-        `max_tokens` is capped by the request. A response that is shorter than that cap ends with a stop id.
+        `max_tokens` is capped by the request. A response that is shorter than that cap ends with a stop id; a request
+        that names none gets all the tokens that it allows.
         """
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         vocabulary: int = Field(default=256, ge=2)
         """token ids are below this"""
-        stop_id: int = Field(default=1, ge=0)
-        """end mark of requests that name no stop id"""
         seconds_per_group: NonNegativeFloat = 0.0
         """time for a response of `max_tokens`; shorter ones take their share. 0: every step advances"""
         tokens_per_step: PositiveInt | None = None
@@ -96,9 +95,9 @@ class FakeEngine:
     def __init__(self, options: Options, folder: Path, deterministic: bool) -> None:  # noqa: ARG002  (it always is)
         self.version: PolicyVersion = 0
         self._options = options
-        self._manifest = _manifest(folder, options.dtype)
+        self._manifest = {name: (options.dtype or dtype, shape) for name, (dtype, shape) in shapes_in(folder).items()}
         self._groups: dict[str, _Group] = {}
-        self._closed = threading.Event()
+        self._interrupted = threading.Event()
 
     def room(self) -> int:
         """Return how many more groups it would run now."""
@@ -117,17 +116,18 @@ class FakeEngine:
                 raise Reject(
                     f"group {request.group}: token id {token} is outside the vocabulary of {self._options.vocabulary}"
                 )
-        if request.sampling.max_tokens < 1 or not request.seeds or len(request.begun) not in {0, len(request.seeds)}:
+        limits = request.sampling.limits(len(request.seeds))
+        if not limits or min(limits) < 1 or len(request.begun) not in {0, len(limits)}:
             raise Reject(
                 f"group {request.group}: needs max_tokens >= 1, seeds, and one begun generation per seed or none"
             )
-        kept_out = {*request.sampling.stop_ids, *request.sampling.forbidden_ids, self._options.stop_id}
+        kept_out = {*request.sampling.stop_ids, *request.sampling.forbidden_ids}
         candidates = tuple(token for token in range(self._options.vocabulary) if token not in kept_out)
         if not candidates:
             raise Reject(f"group {request.group}: stop and forbidden ids leave no token")
-        cap = self._cap(request)
-        group = _Group(request, self.version, time.monotonic(), 0.0, candidates=candidates)
-        group.samples = [self._sample(request, index, cap) for index in range(len(request.seeds))]
+        cap = min(self._options.max_tokens, max(limits))
+        group = _Group(request, self.version, time.monotonic(), cap, candidates=candidates)
+        group.samples = [self._sample(request, index, limit) for index, limit in enumerate(limits)]
         left = max(sample.target - len(sample.ids) for sample in group.samples)
         group.seconds = self._options.seconds_per_group * left / cap
         self._groups[request.group] = group
@@ -136,10 +136,15 @@ class FakeEngine:
         """Wait for the next group to end, up to `wait_seconds`; return the groups that have."""
         if self._options.seconds_per_group and self._groups:
             next_end = min(group.started + group.seconds for group in self._groups.values())
-            self._closed.wait(max(0.0, min(wait_seconds, next_end - time.monotonic())))
+            self._interrupted.wait(max(0.0, min(wait_seconds, next_end - time.monotonic())))
+            self._interrupted.clear()
         for group in self._groups.values():
             self._advance(group)
         return self._taken([name for name, group in self._groups.items() if group.ended])
+
+    def interrupt(self) -> None:
+        """End a wait."""
+        self._interrupted.set()
 
     def abort(self, groups: Collection[str]) -> list[Completion]:
         """End these groups with the tokens they have; those that do not run are passed over."""
@@ -168,19 +173,16 @@ class FakeEngine:
         """Undo `sleep`."""
 
     def close(self) -> None:
-        """Drop the groups and end a wait."""
+        """Drop the groups."""
         self._groups.clear()
-        self._closed.set()
 
-    def _cap(self, request: Request) -> int:
-        return min(self._options.max_tokens, request.sampling.max_tokens)
-
-    def _sample(self, request: Request, index: int, cap: int) -> _Sample:
-        seed, target = request.seeds[index], cap
-        if self._options.lengths == "long-tail":
+    def _sample(self, request: Request, index: int, limit: int) -> _Sample:
+        seed, cap = request.seeds[index], min(self._options.max_tokens, limit)
+        target = cap if request.sampling.stop_ids else limit
+        if self._options.lengths == "long-tail" and request.sampling.stop_ids:
             quantile = (seed_of(seed, "length") % (1 << 52) + 0.5) / (1 << 52)
             target = min(cap, max(self._options.min_tokens, round(cap / 4 * math.exp(0.9 * _NORMAL.inv_cdf(quantile)))))
-        reason: FinishReason = "stop" if target < request.sampling.max_tokens else "length"
+        reason: FinishReason = "stop" if target < limit else "length"
         sample = _Sample(seed, target, reason)
         if request.begun:
             begun = request.begun[index]
@@ -194,8 +196,7 @@ class FakeEngine:
 
     def _advance(self, group: _Group) -> None:
         """Give each sample the tokens that are due; all samples run at the same rate."""
-        stop_id = (group.request.sampling.stop_ids or (self._options.stop_id,))[0]
-        cap, seconds = self._cap(group.request), self._options.seconds_per_group
+        cap, seconds = group.cap, self._options.seconds_per_group
         # The small addition keeps the last token from being late by a rounding error.
         by_time = math.floor((time.monotonic() - group.started) * cap / seconds + 1e-6) if seconds else 0
         for sample in group.samples:
@@ -203,23 +204,9 @@ class FakeEngine:
             for position in range(len(sample.ids), min(sample.target, due)):
                 is_end = position == sample.target - 1 and sample.reason == "stop"
                 drawn = group.candidates[seed_of(sample.seed, position) % len(group.candidates)]
-                sample.ids.append(stop_id if is_end else drawn)
+                sample.ids.append(group.request.sampling.stop_ids[0] if is_end else drawn)
                 sample.logprobs.append(-4.0 * (seed_of(sample.seed, position, self.version) % 9999 + 1) / 10000)
                 sample.versions.append(self.version)
 
     def _taken(self, names: Collection[str]) -> list[Completion]:
         return [self._groups.pop(name).completion() for name in names]
-
-
-def _manifest(folder: Path, dtype: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Names, dtypes and shapes from the headers of the folder's safetensors: 8 bytes of length, then JSON."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found |= {
-            n: (dtype or _DTYPES.get(t["dtype"], t["dtype"]), tuple(t["shape"]))
-            for n, t in header.items()
-            if "shape" in t
-        }
-    return found

@@ -61,6 +61,9 @@ class TorchEngine:
     def step(self, wait_seconds: float) -> list[Completion]:  # noqa: ARG002, D102  (a step computes, it never waits)
         return self._decoder.step()
 
+    def interrupt(self) -> None:
+        """A step never waits."""
+
     def abort(self, groups: Collection[str]) -> list[Completion]:  # noqa: D102
         return self._decoder.abort(groups)
 
