@@ -16,13 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from brokers import refusals
 from brokers.books import Books
-from brokers.record import ROLLOUT, TRAINER, Counts, End, Grant, Lease, Limits, Record, StageSpec
+from brokers.record import DEAD_LETTERS, ROLLOUT, TRAINER, Counts, End, Grant, Lease, Limits, Record, StageSpec
 from brokers.window import Window
 from common.group import GroupKey, PolicyVersion
 from common.section import SectionInfo
-
-DEAD_LETTERS = 1000
-"""histories of dead groups that are kept, the latest"""
 
 
 def _ignore(_group: str, _section: str) -> None:

@@ -10,6 +10,8 @@ from common.section import SectionInfo
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 End = Literal["dropped", "dead"]
+DEAD_LETTERS = 1000
+"""histories of dead groups that are kept, the latest"""
 REASONS = 100
 """reasons that are told apart; the rest is counted together"""
 

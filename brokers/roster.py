@@ -65,6 +65,13 @@ class Roster:
         """Whether some member that is not lost gave a sign of life after `time`."""
         return any(member.seen > time and not member.lost for member in self._by_name.values())
 
+    def fall_silent(self, since: float) -> list[Member]:
+        """Mark and return the members that were not heard since then. They may come back; their leases are over."""
+        silent = [member for member in self._by_name.values() if not member.lost and member.seen < since]
+        for member in silent:
+            member.lost = "silent"
+        return silent
+
     def leave(self, peer: str) -> None:
         """Forget a member that said goodbye."""
         member = self._by_peer.pop(peer, None)

@@ -103,11 +103,8 @@ class SampleService(Service):
         for lease in self.ledger.expire(now):
             self.log.warning("lease expired", group=lease.group, stage=lease.stage, worker=lease.worker)
             self.turn.lost(lease.worker)
-        for member in self.roster.members():
-            if not member.lost and now - member.seen > self.ledger.limits.lease_seconds:
-                member.lost = "silent"  # it may come back: its leases are over, its requests stay
-                self.turn.lost(member.peer)
-                self.log.warning("worker silent", worker=member.peer, seconds=round(now - member.seen, 1))
+        for member in self.roster.fall_silent(now - self.ledger.limits.lease_seconds):
+            self.turn.lost(member.peer)
         for room in self.leasing.values():
             for waiting in room.overdue(now):
                 self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
