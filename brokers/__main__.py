@@ -50,7 +50,7 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     try:
         plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plan {args.plan}: {error}; `python -m launch plan CONFIG --write` makes one") from error
+        raise ConfigError(f"--plan {args.plan}: {error}; `relaxq plan CONFIG --json` prints one") from error
     config = from_json(json.dumps(plan["config"]))
     facts = Facts(plan["run"], json.dumps(plan["config"]), plan["folder"])
     service = SampleService(facts, [StageSpec.from_wire(spec) for spec in plan["stages"]], limits_of(config))

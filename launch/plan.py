@@ -63,7 +63,10 @@ def read(path: Path, overrides: Sequence[str]) -> Config:
     model = config.model.path
     if model is not None and not (Path(model) / "config.json").exists():
         raise ConfigError(f"setting 'model.path' = {model!r}: not a Hugging Face folder, it holds no config.json")
-    return config
+    if model is None:
+        return config
+    # Workers run in folders of their own: what is relative to the user's is told to them in full.
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(Path(model).absolute())})})
 
 
 def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str = "") -> Plan:
