@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from contract import MemoryWorld, TcpWorld, World
 
 from brokers.record import Limits
+from contract import MemoryWorld, TcpWorld, World
 
 Build = Callable[..., World]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from ledger_cases import BY_NAME, PROMPT, STAGES, Bench
 
 from brokers.record import Grant
 from common.errors import LeaseLost, WireError
+from ledger_cases import BY_NAME, PROMPT, STAGES, Bench
 
 WORKERS = ("a", "b")
 MIDDLE = ("reward", "reference", "advantage", "evaluate")

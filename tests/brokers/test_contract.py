@@ -1,12 +1,12 @@
 """Membership and delivery, alike in memory and through sockets."""
 
 import pytest
-from conftest import Build
-from contract import CONFIG, SECONDS, World
 
 from brokers.channel import wait
 from common.errors import LeaseLost, WireError
 from common.header import Header
+from conftest import Build
+from contract import CONFIG, SECONDS, World
 
 pytestmark = pytest.mark.contract
 

@@ -6,8 +6,6 @@ from concurrent import futures
 from pathlib import Path
 
 import pytest
-from conftest import Build
-from contract import SECONDS, Mangling, MemoryWorld, Worker, World, answer, prompt
 
 from brokers.channel import wait
 from brokers.client import Leased, Result
@@ -15,6 +13,8 @@ from brokers.record import Limits
 from common.errors import Damaged, QueueFull, WireError
 from common.group import Group, GroupKey
 from common.header import Header
+from conftest import Build
+from contract import SECONDS, Mangling, MemoryWorld, Worker, World, answer, prompt
 
 pytestmark = pytest.mark.contract
 

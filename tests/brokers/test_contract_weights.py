@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import SECONDS, Mangling, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from brokers.weight_client import Follower, WeightClient
 from common.errors import Damaged, WireError
 from common.header import Header
 from common.tensor import NamedTensor, from_numpy
+from contract import SECONDS, Mangling, World
 
 pytestmark = pytest.mark.contract
 

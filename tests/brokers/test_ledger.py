@@ -1,11 +1,11 @@
 """The ledger, verb by verb."""
 
 import pytest
-from ledger_cases import Bench
 
 from common.errors import LeaseLost, WireError
 from common.group import GroupKey
 from common.section import SectionInfo
+from ledger_cases import Bench
 
 pytestmark = pytest.mark.unit
 

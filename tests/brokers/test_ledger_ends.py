@@ -1,6 +1,7 @@
 """How groups, steps and runs end in the ledger, and which groups the trainer gets."""
 
 import pytest
+
 from ledger_cases import Bench
 
 pytestmark = pytest.mark.unit

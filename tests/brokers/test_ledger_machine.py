@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
+
 from ledger_cases import ADDED, BY_NAME, PROMPT
 from ledger_happenings import WORKERS, Happenings
 

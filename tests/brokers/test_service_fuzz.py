@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import structlog
-from contract import CONFIG, STAGES, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from brokers.weights import WeightService
 from common.config import to_json
 from common.header import Header, Item
 from common.section import SectionInfo
+from contract import CONFIG, STAGES, prompt
 
 pytestmark = pytest.mark.unit
 

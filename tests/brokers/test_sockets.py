@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import structlog
 import zmq
-from contract import SECONDS, STAGES, TcpWorld, prompt
 
 from brokers import sockets
 from brokers.channel import wait
@@ -24,6 +23,7 @@ from common.clock import ManualClock
 from common.errors import ConfigError, Unreachable, WireError, WorkerError
 from common.group import GroupKey
 from common.header import Header, pack
+from contract import SECONDS, STAGES, TcpWorld, prompt
 
 pytestmark = pytest.mark.contract
 

@@ -5,11 +5,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from section_cases import example
 
 from common.errors import Damaged, Reject
 from common.group import Group, GroupKey, concatenate, section_column
 from common.section import Section, encode
+from section_cases import example
 
 pytestmark = pytest.mark.unit
 

@@ -7,11 +7,11 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from section_cases import example
 
 from common.errors import Damaged, WireError
 from common.header import MAX_HEADER_BYTES, PROTOCOL, Header, Item, attach, frames_of, pack, unpack
 from common.section import Section, SectionInfo, encode
+from section_cases import example
 
 pytestmark = pytest.mark.unit
 

@@ -10,12 +10,12 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from section_cases import columns, example
 
 from common.columns import COLUMNS, SCHEMAS, SECTIONS, columns_of, sections_of
 from common.errors import Damaged, WireError
 from common.group import Group, GroupKey
 from common.section import Section, SectionInfo, check, decode, encode
+from section_cases import columns, example
 
 pytestmark = pytest.mark.unit
 

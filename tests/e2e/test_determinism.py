@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from runs import Run, started, with_model
 
 pytestmark = pytest.mark.e2e

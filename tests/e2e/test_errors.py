@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from runs import DEADLINE, TINY, python
 
 pytestmark = pytest.mark.e2e

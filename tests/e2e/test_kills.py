@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import FAKE, PACED, TINY, Run, Status, accounted, alive, python, started, until, with_model, worker
 
 from common.errors import ConfigError, WireError, WorkerError
+from runs import FAKE, PACED, TINY, Run, Status, accounted, alive, python, started, until, with_model, worker
 
 pytestmark = pytest.mark.e2e
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from runs import FAKE, ROLES, TINY, Run, started, with_model
 
 pytestmark = pytest.mark.e2e

@@ -13,11 +13,11 @@ from threading import Event
 from typing import Any, TypeVar
 
 import pytest
-from runs import FAKE, TINY, accounted, with_model
 
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
 from common.errors import BrokerError
+from runs import FAKE, TINY, accounted, with_model
 from tests.slurm_cluster import KILL_WAIT_S, SlurmCluster
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from statuses import config, status, trainer, worker
 
 from brokers.__main__ import limits_of
 from brokers.record import StageSpec
@@ -16,6 +15,7 @@ from brokers.samples import Facts, SampleService
 from common.clock import ManualClock
 from launch.panel import Panel
 from launch.screen import duration, sparkline, state_word
+from statuses import config, status, trainer, worker
 
 pytestmark = pytest.mark.unit
 

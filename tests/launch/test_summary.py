@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from statuses import config, status
 
 from common.metrics import MetricsFile
 from launch import summary
+from statuses import config, status
 
 pytestmark = pytest.mark.unit
 

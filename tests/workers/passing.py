@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline_parts import END, Encoder, Rows, config
 
 from brokers.client import Leased
 from common.group import Group, GroupKey
 from common.section import Section, encode
+from pipeline_parts import END, Encoder, Rows, config
 from workers.algorithms.grpo import Grpo
 from workers.reward.stage import RewardStage
 from workers.rollout.engine import Completion, Generation

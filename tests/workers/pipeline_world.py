@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from pipeline_parts import END, NOWHERE, ByLength, Encoder, Report
 
 from brokers.__main__ import limits_of
 from brokers.channel import MemoryBroker, MemoryChannel, Pending
@@ -23,6 +22,7 @@ from common.header import Header
 from common.process import Stop
 from common.section import Buffer
 from common.tensor import from_numpy
+from pipeline_parts import END, NOWHERE, ByLength, Encoder, Report
 from workers import stage, wiring
 from workers.advantage.stage import AdvantageStage
 from workers.prompt.feed import Feed

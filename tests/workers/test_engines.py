@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_cases import END, Case, alike, collected, finish, ids, image_prompt, media_forbidden, run, weights
 
 from common.errors import Reject, WireError
 from common.tensor import from_numpy
+from engine_cases import END, Case, alike, collected, finish, ids, image_prompt, media_forbidden, run, weights
 from workers.models.tiny import write_tiny_text, write_tiny_vision
 from workers.registry import find
 from workers.rollout.engine import Generation, Request

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_groups import make_group, text_folder
 
 from common.errors import Reject
 from common.group import Group
+from training_groups import make_group, text_folder
 from workers import registry
 from workers.algorithms.grpo import Grpo
 from workers.models.load import load_model

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from pipeline_parts import Encoder, Rows, config
-from pipeline_world import World
 
 from common.errors import ConfigError, Reject, WorkerError
 from common.group import GroupKey
 from common.section import Section
+from pipeline_parts import Encoder, Rows, config
+from pipeline_world import World
 from workers.prompt.feed import REJECTED_IN_A_ROW, Feed
 from workers.prompt.schedule import Schedule
 from workers.prompt.source import Row

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_groups import IMAGE, VIDEO, VOCABULARY, image_group, make_group, random_groups, text_folder, vision_folder
 
 from common.errors import Reject
 from common.group import Group
+from training_groups import IMAGE, VIDEO, VOCABULARY, image_group, make_group, random_groups, text_folder, vision_folder
 from workers.models.batch import pad_rows, ragged_like_tokens, read_rows, split_rows, wanted
 from workers.models.forward import Scorer, token_rules, token_scores
 from workers.models.load import load_model, to_torch

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from passing import prompted, step
 from PIL import Image
-from pipeline_parts import END, NOWHERE, ByLength, Encoder, Rows, config
-from pipeline_world import World
-from training_groups import image_group, make_group, tensors_section, vision_folder
 
 from brokers.client import Leased
 from common.group import Group, GroupKey
 from common.section import Section
+from passing import prompted, step
+from pipeline_parts import END, NOWHERE, ByLength, Encoder, Rows, config
+from pipeline_world import World
+from training_groups import image_group, make_group, tensors_section, vision_folder
 from workers.advantage.stage import AdvantageStage
 from workers.models.tiny import write_tiny_vision
 from workers.processed import expected_placeholders, processor_tensors

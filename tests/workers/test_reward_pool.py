@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hanging
 import pytest
 
+import hanging
 from common.config import Component, Rewards
 from common.errors import ConfigError, WorkerError
 from common.group import Group, GroupKey

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from pipeline_parts import NOWHERE, Encoder, Rows, config, in_order, row
-from pipeline_world import World
 
 from brokers.client import Leased
+from pipeline_parts import NOWHERE, Encoder, Rows, config, in_order, row
+from pipeline_world import World
 from workers.rollout.engine import Engine
 from workers.rollout.engines.fake import FakeEngine
 from workers.rollout.loop import Rollout

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from passing import Told, passed, prompted, sampled, step
-from pipeline_parts import END, NOWHERE, config
-from training_groups import make_group, text_folder
 
 from common.columns import COLUMNS
 from common.config import Component, Rewards
 from common.errors import Reject
 from common.group import Group, GroupKey, concatenate
 from common.section import encode
+from passing import Told, passed, prompted, sampled, step
+from pipeline_parts import END, NOWHERE, config
+from training_groups import make_group, text_folder
 from workers.advantage.stage import AdvantageStage
 from workers.algorithms.grpo import Grpo
 from workers.models.tiny import CHARACTERS, write_tiny_text

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from pipeline_parts import ByLength, Rows, config
-from pipeline_world import World
 
 from common.errors import Reject
 from common.group import Group
 from common.section import Section
+from pipeline_parts import ByLength, Rows, config
+from pipeline_world import World
 from workers import stage
 
 pytestmark = pytest.mark.unit

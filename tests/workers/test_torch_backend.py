@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_groups import image_group, make_group, random_groups, text_folder, vision_folder
 
 from common.errors import ConfigError, Reject
 from common.group import Group
 from common.tensor import BFLOAT16, NamedTensor
+from training_groups import image_group, make_group, random_groups, text_folder, vision_folder
 from workers import registry
 from workers.algorithms.grpo import Grpo
 from workers.models.load import load_model, to_torch

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import Case, collected, finish, image_prompt, media_forbidden, run, weights
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from common.errors import ConfigError, Reject, WireError, WorkerError
 from common.tensor import from_numpy
+from engine_cases import Case, collected, finish, image_prompt, media_forbidden, run, weights
 from workers.models.load import load_model, media_token_ids, stop_ids, to_named, to_torch
 from workers.models.tiny import write_tiny_text, write_tiny_vision
 from workers.models.weights import replace_weights

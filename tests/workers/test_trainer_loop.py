@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from common.errors import WorkerError
 from pipeline_parts import NOWHERE, Recorder, Rows, config, in_order, row
 from pipeline_world import World
 from training_groups import text_folder
-
-from common.errors import WorkerError
 from workers import registry, stage
 from workers.advantage.stage import AdvantageStage
 from workers.reference.stage import ReferenceStage

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pipeline_parts import END, NOWHERE, ByLength, Encoder, Recorder, Report, Rows, config
-from pipeline_world import World
 
 from brokers.weight_client import Follower
 from common.clock import SystemClock
 from common.process import Stop
+from pipeline_parts import END, NOWHERE, ByLength, Encoder, Recorder, Report, Rows, config
+from pipeline_world import World
 from workers import stage
 from workers.advantage.stage import AdvantageStage
 from workers.prompt.feed import Feed

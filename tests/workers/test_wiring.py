@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_parts import config
 
 from common.columns import COLUMNS, columns_of
 from common.config import load
 from common.errors import ConfigError
 from launch import plan
+from pipeline_parts import config
 from workers import registry
 from workers.advantage.stage import AdvantageStage
 from workers.reference.stage import ReferenceStage
