@@ -11,6 +11,7 @@ from pathlib import Path
 
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
+from brokers.keys import read_broker_key, read_worker_key
 from brokers.record import Limits, StageSpec
 from brokers.router import Router
 from brokers.samples import Facts, SampleService
@@ -52,14 +53,15 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plan {args.plan}: {error}; `relaxq plan CONFIG --json` prints one") from error
     config = from_json(json.dumps(plan["config"]))
+    key = read_broker_key(Path(args.key)) if args.key else None
     facts = Facts(plan["run"], json.dumps(plan["config"]), plan["folder"])
     service = SampleService(facts, [StageSpec.from_wire(spec) for spec in plan["stages"]], limits_of(config))
     endpoint = f"tcp://{args.host or config.broker.host}:{config.broker.port if args.port is None else args.port}"
     clock = SystemClock()
-    router = Router(service, endpoint, clock, config.broker.high_water_mark)
+    router = Router(service, endpoint, clock, config.broker.high_water_mark, key)
     service.log.info("serving", run=facts.run, address=router.address)
     if args.announce:
-        announcement = {"address": router.address, "run": facts.run, "pid": os.getpid()}
+        announcement = {"address": router.address, "run": facts.run, "pid": os.getpid(), "encrypted": bool(args.key)}
         write_atomically(Path(args.announce), announcement)
     router.run(stop.is_set)
     # Workers have the grace time to leave; only then supervisors say their last word.
@@ -71,14 +73,18 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
 
 def serve_weights(args: argparse.Namespace, stop: Stop) -> None:
     """Serve the weight broker of the run at a sample broker's address, until the run ends or told to stop."""
-    channel = DealerChannel(args.broker, args.name, uuid.uuid4().hex[:8])
+    if bool(args.key) != bool(args.worker_key):
+        raise ConfigError("--key encrypts this broker and --worker-key its way to the sample broker: give both or none")
+    key = read_broker_key(Path(args.key)) if args.key else None
+    worker_key = read_worker_key(Path(args.worker_key)) if args.worker_key else None
+    channel = DealerChannel(args.broker, args.name, uuid.uuid4().hex[:8], key=worker_key)
     client = SampleClient(channel, args.name, args.run)
     try:
         welcome = client.hello("weights", socket.gethostname(), os.getpid(), seconds=args.deadline)
         config = welcome.config
         service = WeightService(welcome.run, config.weights.keep_versions)
         endpoint = f"tcp://{args.host or config.broker.host}:{args.port or 0}"
-        router = Router(service, endpoint, SystemClock(), config.broker.high_water_mark)
+        router = Router(service, endpoint, SystemClock(), config.broker.high_water_mark, key)
         client.hello("weights", socket.gethostname(), os.getpid(), endpoint=router.address, seconds=args.deadline)
         channel.start_heartbeats()
         service.log.info("serving", run=welcome.run, address=router.address)
@@ -102,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights.add_argument("--name", default=f"weights-{socket.gethostname()}-{os.getpid()}")
     weights.add_argument("--run", default="", help="refuse any other run")
     weights.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS", help="for the first answer")
+    weights.add_argument("--worker-key", metavar="FILE", help="worker.key of an encrypted run, to reach its samples")
     for kind in (samples, weights):
+        kind.add_argument("--key", metavar="FILE", help="broker.key of a run; without it nothing is encrypted")
         kind.add_argument("--host", help="host to bind; default: broker.host")
         kind.add_argument("--port", type=int, help="port to bind; default: any free one, or broker.port")
         kind.add_argument("--log-json", action="store_true", help="one JSON object a line")

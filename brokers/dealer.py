@@ -17,8 +17,9 @@ from typing import Any, cast
 import structlog
 import zmq
 
-from brokers import sockets
+from brokers import keys, sockets
 from brokers.channel import Pending, Pulse, Reply, is_question, settle
+from brokers.keys import WorkerKey
 from common.errors import ConfigError, Unreachable, WireError, WorkerError
 from common.header import Header, pack, unpack
 from common.section import Buffer
@@ -43,17 +44,25 @@ class _Request:
 
 
 class DealerChannel:
-    """A channel to the broker at `endpoint`, as `worker#incarnation`.
+    """A channel to the broker at `endpoint`, as `worker#incarnation`; encrypted with the run's `key` if it has one.
 
     Raises `ConfigError` for an address, a name or a high-water mark that cannot be.
     """
 
     def __init__(
-        self, endpoint: str, worker: str, incarnation: str, heartbeat_seconds: float = 1.0, high_water_mark: int = 64
+        self,
+        endpoint: str,
+        worker: str,
+        incarnation: str,
+        heartbeat_seconds: float = 1.0,
+        high_water_mark: int = 64,
+        key: WorkerKey | None = None,
     ) -> None:
         self.pulse = Pulse()
         self.endpoint = sockets.address(endpoint)
         self._names = (worker, incarnation)
+        self._key = key
+        self._heard = False
         self._owner = os.getpid()
         self._heartbeat_seconds = heartbeat_seconds
         self._context = zmq.Context()
@@ -136,6 +145,8 @@ class DealerChannel:
             socket.setsockopt_string(zmq.IDENTITY, "#".join(self._names))
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            if self._key is not None:
+                keys.use(socket, self._key)
             socket.connect(self.endpoint)
         except (zmq.ZMQError, ConfigError) as error:
             socket.close(0)
@@ -198,6 +209,7 @@ class DealerChannel:
                 parts = cast(list[Any], socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 return
+            self._heard = True
             try:
                 header = unpack(parts[0].buffer)
             except WireError as error:
@@ -224,6 +236,11 @@ class DealerChannel:
                 if request in self._outbox:
                     self._outbox.remove(request)
         for request in late:
-            request.pending.set_exception(
-                Unreachable(f"broker {self.endpoint} did not answer {request.header.verb!r} in {request.seconds:g} s")
-            )
+            silence = f"broker {self.endpoint} did not answer {request.header.verb!r} in {request.seconds:g} s"
+            request.pending.set_exception(Unreachable(silence + self._hint()))
+
+    def _hint(self) -> str:
+        """What may be wrong when a broker never said anything: it cannot tell whom its handshake turns away."""
+        if self._heard:
+            return ""
+        return "; an encrypted broker needs --key" if self._key is None else "; is --key that of this very run?"

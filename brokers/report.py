@@ -30,7 +30,12 @@ def describe(service: SampleService, now: float) -> dict[str, Any]:
         "outstanding": ledger.window.outstanding,
         "bytes": service.store.bytes,
         "queues": queues,
-        "counts": {**ledger.counts.to_wire(), "refused": dict(service.refused), "unroutable": service.unroutable},
+        "counts": {
+            **ledger.counts.to_wire(),
+            "refused": dict(service.refused),
+            "unroutable": service.unroutable,
+            "turned_away": service.turned_away,
+        },
         "dead_letters": [{"group": group, "history": history} for group, history in list(ledger.dead_letters)[-20:]],
         "workers": [member.describe(now) for member in service.roster.members()],
         "turn": {"side": service.turn.side, "fence": service.turn.fence},

@@ -6,6 +6,8 @@ from typing import Any, cast
 import zmq
 
 from brokers import sockets
+from brokers.doorkeeper import Doorkeeper
+from brokers.keys import BrokerKey
 from brokers.service import Message, Outgoing, Service
 from common.clock import Clock
 from common.errors import ConfigError, WireError
@@ -16,13 +18,24 @@ TICK_SECONDS = 0.05
 
 
 class Router:
-    """Serves one service on one endpoint. `endpoint` with port 0 takes a free port; `address` says which."""
+    """Serves one service on one endpoint. `endpoint` with port 0 takes a free port; `address` says which.
 
-    def __init__(self, service: Service, endpoint: str, clock: Clock, high_water_mark: int = 64) -> None:
+    With a `key` everything is encrypted and only the run's workers can connect.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        endpoint: str,
+        clock: Clock,
+        high_water_mark: int = 64,
+        key: BrokerKey | None = None,
+    ) -> None:
         self._service = service
         self._clock = clock
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._door = Doorkeeper(self._socket, key)
         try:
             sockets.prepare(self._socket, high_water_mark)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not lost
@@ -40,6 +53,7 @@ class Router:
             now = self._clock.now()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
+                self._service.on_turned_away(self._door.turned_away())
                 self._send(self._service.tick(now))
                 self._send([out for queue in self._unsent.values() for out in queue], again=True)
             wait_ms = max(1, int(1000 * (next_tick - now)))
@@ -49,6 +63,7 @@ class Router:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(0)
+        self._door.close()
         self._context.term()
 
     def _receive(self, until: float) -> None:

@@ -81,6 +81,7 @@ class Service:
         self.roster = Roster()
         self.refused: Counter[str] = Counter()
         self.unroutable = 0
+        self.turned_away = 0
         self.log = structlog.get_logger(part=part)
         self.verbs: dict[str, Verb] = {"hello": self._hello, "beat": self._beat, "pong": self._pong, "bye": self._bye}
         self.open_verbs = {"hello", "status"}  # allowed to peers that are not members
@@ -120,6 +121,12 @@ class Service:
     def on_malformed(self, error: RelaxError) -> None:
         """A message came that has no readable header; it cannot be answered."""
         self.refuse(error)
+
+    def on_turned_away(self, count: int) -> None:
+        """So many peers were not let in. They try again and again, so every doubling of the total is logged."""
+        before, self.turned_away = self.turned_away, self.turned_away + count
+        if self.turned_away.bit_length() > before.bit_length():
+            self.log.warning("turned away: without this run's key, or encrypted to a plain broker", n=self.turned_away)
 
     def serve(self, now: float) -> None:
         """Answer requests that waited for something that has happened."""

@@ -129,5 +129,6 @@ class WeightService(Service):
             "versions": sorted(self._versions),
             "workers": [member.describe(message.now) for member in self.roster.members()],
             "refused": dict(self.refused),
+            "turned_away": self.turned_away,
         }
         return Header("ok", body={"status": status})

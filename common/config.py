@@ -86,6 +86,7 @@ class Broker(Table):
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
+    encrypt: Literal["auto", True, False] = "auto"  # auto: if other machines can reach `host`
     lease_seconds: float = Field(30.0, gt=0)
     heartbeat_seconds: float = Field(1.0, gt=0)
     request_seconds: float = Field(60.0, gt=0)

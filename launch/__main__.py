@@ -78,8 +78,10 @@ def status(args: argparse.Namespace) -> int:
     """Print the state of a live run."""
     from brokers.client import SampleClient  # noqa: PLC0415
     from brokers.dealer import DealerChannel  # noqa: PLC0415
+    from brokers.keys import read_worker_key  # noqa: PLC0415
 
-    channel = DealerChannel(args.broker, "status", f"{os.getpid()}")
+    key = read_worker_key(Path(args.key)) if args.key else None
+    channel = DealerChannel(args.broker, "status", f"{os.getpid()}", key=key)
     try:
         told = SampleClient(channel, "status").status(args.deadline)
     finally:
@@ -124,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--host", help="address of the first node that brokers bind; default: broker.host or NodeAddr")
     command = add("status", status, "print the state of a live run")
     command.add_argument("--broker", required=True, metavar="ADDRESS", help="the sample broker, tcp://HOST:PORT")
+    command.add_argument("--key", metavar="FILE", help="keys/worker.key in the folder of an encrypted run")
     command.add_argument("--deadline", type=float, default=10.0, metavar="SECONDS", help="for the answer")
     add("doctor", doctor, "check this machine")
     return top

@@ -6,14 +6,12 @@ folder, and leave when that broker says the run is over.
 
 import os
 import socket
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from brokers.client import SampleClient
-from brokers.dealer import DealerChannel
 from common.errors import BrokerError, WorkerError
 from common.process import Stop
 from launch.plan import Plan
@@ -47,13 +45,13 @@ class FarNode:
         # The head makes the model and then starts the broker; each may take this long.
         seconds = 2 * self._settings.start_seconds
         self._log.info("waits for the sample broker", run=self._plan.run, folder=self._plan.folder, seconds=seconds)
-        address = announced(self._folder, self._plan.run, seconds, self._stop)
-        channel = DealerChannel(address, self._name, uuid.uuid4().hex[:8])
+        told = announced(self._folder, self._plan.run, seconds, self._stop)
+        channel = told.connect(self._name)
         client = SampleClient(channel, self._name, self._plan.run)
         try:
             client.hello("node", socket.gethostname(), os.getpid(), seconds=self._settings.start_seconds)
             channel.start_heartbeats()
-            self._supervisor.start(self._plan.on(self._node), address)
+            self._supervisor.start(self._plan.on(self._node), told.address, told.key)
             state, reason = self._watch(client)
         finally:
             self._supervisor.stop()

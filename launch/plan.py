@@ -1,5 +1,6 @@
 """From a configuration to the processes of a run: who runs where, with which command line. Pure functions of values."""
 
+import ipaddress
 import json
 import sys
 import uuid
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from brokers.keys import BROKER_FILE, WORKER_FILE
 from brokers.record import StageSpec
 from common.config import Config, load, to_json
 from common.errors import ConfigError
@@ -15,8 +17,12 @@ from workers import registry, wiring
 
 ANNOUNCEMENT, PLAN = "broker.json", "plan.json"
 """files in a run's folder: where the sample broker is, and the plan"""
+KEYS = "keys"
+"""folder in an encrypted run's folder, for its owner alone"""
 ADDRESS = "{broker}"
 """stands in command lines for the sample broker's address, which is known when it has bound its port"""
+KEY = "{key}"
+"""stands for `--key FILE`, or for nothing in a run that is not encrypted: far nodes are told with the address"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run: `folder` is absolute, `stages` are what the broker must know of the pipeline, `host` what it binds."""
+    """One run: `folder` is absolute, `stages` are what the broker must know of the pipeline, `host` what it binds.
+
+    `encrypted` depends on `host` by default, so it is the head's plan that knows.
+    """
 
     run: str
     folder: str
@@ -40,6 +49,7 @@ class Plan:
     stages: tuple[StageSpec, ...]
     processes: tuple[Process, ...]
     host: str
+    encrypted: bool
 
     def to_json(self) -> str:
         """Return the plan as JSON, the resolved configuration included."""
@@ -85,8 +95,10 @@ def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str
     counts = {role: count for role, count in counts.items() if role in needed}
     served = {role for role, count in counts.items() if count} | (inline & needed) | {"trainer", "evaluate"}
     wiring.check(stages, frozenset(served))
+    bound = host or config.broker.host
+    encrypted = not is_loopback(bound) if config.broker.encrypt == "auto" else config.broker.encrypt
     processes = [
-        *_brokers(run, folder, host),
+        *_brokers(run, folder, host, encrypted=encrypted),
         *_workers(run, "prompt", 1, [0]),
         *_workers(run, "trainer", 1, [0], restart=False),
     ]
@@ -94,22 +106,32 @@ def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str
         places = list(range(1, nodes)) if role == "rollout" and nodes > 1 else [0]
         processes += _workers(run, role, count * len(places), places)
     specs = tuple(stage.spec() for stage in stages)
-    return Plan(run, str(folder), config, specs, tuple(processes), host or config.broker.host)
+    return Plan(run, str(folder), config, specs, tuple(processes), bound, encrypted)
 
 
-def _brokers(run: str, folder: Path, host: str) -> list[Process]:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host; a name other than `localhost` or `lo` is taken for reachable."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in {"localhost", "lo"}
+
+
+def _brokers(run: str, folder: Path, host: str, *, encrypted: bool) -> list[Process]:
     bound = ("--host", host) if host else ()
+    key = ("--key", str(folder / KEYS / BROKER_FILE)) if encrypted else ()
+    worker_key = ("--worker-key", str(folder / KEYS / WORKER_FILE)) if encrypted else ()
     module = (sys.executable, "-m", "brokers")
     samples = ("samples", "--plan", str(folder / PLAN), "--announce", str(folder / ANNOUNCEMENT))
     weights = ("weights", "--broker", ADDRESS, "--name", "weights", "--run", run)
     return [
-        Process("samples", "samples", 0, (*module, *samples, *bound), restart=False),
-        Process("weights", "weights", 0, (*module, *weights, *bound), restart=False),
+        Process("samples", "samples", 0, (*module, *samples, *bound, *key), restart=False),
+        Process("weights", "weights", 0, (*module, *weights, *bound, *key, *worker_key), restart=False),
     ]
 
 
 def _workers(run: str, role: str, count: int, nodes: Sequence[int], *, restart: bool = True) -> list[Process]:
-    command = (sys.executable, "-m", f"workers.{role}", "--broker", ADDRESS, "--run", run, "--name")
+    command = (sys.executable, "-m", f"workers.{role}", "--broker", ADDRESS, KEY, "--run", run, "--name")
     names = [f"{role}-{number}" for number in range(count)]
     return [
         Process(name, role, nodes[number % len(nodes)], (*command, name), restart) for number, name in enumerate(names)

@@ -8,11 +8,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from brokers import keys
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
 from brokers.router import Router
@@ -23,7 +25,7 @@ from common.errors import BrokerError, ConfigError, Unreachable, WorkerError
 from common.process import Stop, write_atomically
 from launch import summary
 from launch.panel import Panel
-from launch.plan import ANNOUNCEMENT, PLAN, Plan, Process
+from launch.plan import ANNOUNCEMENT, KEYS, PLAN, Plan, Process
 from launch.supervisor import POLL_SECONDS, NodeSupervisor
 
 WORKERS = frozenset({"prompt", "rollout", "reward", "reference", "advantage", "trainer"})
@@ -39,9 +41,30 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **environ, "PYTHONUNBUFFERED": "1"}
 
 
-def answers(address: str) -> bool:
-    """Whether a sample broker at this address still has a run under way."""
-    channel = DealerChannel(address, "status", f"{os.getpid()}")
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a sample broker told in its run's folder. `key`: file of the workers' key, None if it is not encrypted."""
+
+    address: str
+    run: str
+    key: Path | None
+
+    def connect(self, name: str) -> DealerChannel:
+        """Open a channel to the broker as a new incarnation of `name`; raises `ConfigError` for an unreadable key."""
+        key = None if self.key is None else keys.read_worker_key(self.key)
+        return DealerChannel(self.address, name, uuid.uuid4().hex[:8], key=key)
+
+
+def announcement(folder: Path) -> Announcement:
+    """Read the announcement in a run's folder; raises `FileNotFoundError` when there is none."""
+    told = json.loads((folder / ANNOUNCEMENT).read_text(encoding="utf-8"))
+    key = folder / KEYS / keys.WORKER_FILE if told.get("encrypted") else None
+    return Announcement(told["address"], told["run"], key)
+
+
+def answers(told: Announcement) -> bool:
+    """Whether a sample broker that announced itself still has a run under way."""
+    channel = told.connect("status")
     try:
         return SampleClient(channel, "status").status(seconds=0.5)["state"] == "running"
     except BrokerError:
@@ -57,11 +80,10 @@ def clear(folder: Path) -> None:
     """
     if not folder.exists():
         return
-    path = folder / ANNOUNCEMENT
-    if path.exists():
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if answers(told["address"]):
-            raise ConfigError(f"run {told['run']} is alive in {folder}: stop it, or set another name or folder")
+    with contextlib.suppress(FileNotFoundError):
+        told = announcement(folder)
+        if (told.key is None or told.key.exists()) and answers(told):  # without its key nobody can ask
+            raise ConfigError(f"run {told.run} is alive in {folder}: stop it, or set another name or folder")
     number = 1
     while (older := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -75,20 +97,23 @@ def check_port(host: str, broker: Broker) -> None:
         Router(service, f"tcp://{host}:{broker.port}", SystemClock(), broker.high_water_mark).close()
 
 
-def announced(folder: Path, run: str, seconds: float, stop: Stop, check: Callable[[], None] = lambda: None) -> str:
-    """Return the sample broker's address once the broker of this very run has announced it.
+def announced(
+    folder: Path, run: str, seconds: float, stop: Stop, check: Callable[[], None] = lambda: None
+) -> Announcement:
+    """Return what the sample broker of this very run has announced, once it has.
 
     `check` is called again and again; it raises when there is nobody left to wait for.
     """
-    path, until = folder / ANNOUNCEMENT, time.monotonic() + seconds
+    until = time.monotonic() + seconds
     while not stop.is_set():
         # The head of this run may be moving an earlier run's folder away just now.
         with contextlib.suppress(FileNotFoundError):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told["run"] == run:
-                return told["address"]
+            told = announcement(folder)
+            if told.run == run:
+                return told
         check()
         if time.monotonic() >= until:
+            path = folder / ANNOUNCEMENT
             raise Unreachable(f"no broker of run {run} announced itself in {path} within {seconds:g} s")
         stop.wait(POLL_SECONDS)
     raise WorkerError("stopped while waiting for the sample broker")
@@ -108,6 +133,8 @@ class Head:
         """Run to the end; return 0 if the run finished, 5 if it failed or was stopped."""
         check_port(self._plan.host, self._config.broker)
         clear(self._folder)
+        if self._plan.encrypted:
+            keys.create(self._folder / KEYS)
         write_atomically(self._folder / PLAN, self._plan.to_json())
         write_atomically(self._folder / "config.json", json.loads(self._plan.to_json())["config"])
         began = time.monotonic()
@@ -138,10 +165,12 @@ class Head:
         processes = self._plan.on(0)
         samples = [process for process in processes if process.role == "samples"]
         self._supervisor.start(samples)
-        address = announced(folder, self._plan.run, seconds, self._stop, lambda: self._supervisor.check("samples"))
-        structlog.get_logger(part="head").info("serves; more rollout workers may join", broker=address)
-        self._supervisor.start([process for process in processes if process.role != "samples"], address)
-        return DealerChannel(address, HEAD, uuid.uuid4().hex[:8])
+        told = announced(folder, self._plan.run, seconds, self._stop, lambda: self._supervisor.check("samples"))
+        structlog.get_logger(part="head").info(
+            "serves; more rollout workers may join", broker=told.address, key=told.key and str(told.key)
+        )
+        self._supervisor.start([process for process in processes if process.role != "samples"], told.address, told.key)
+        return told.connect(HEAD)
 
     def _watch(self, client: SampleClient) -> tuple[str, str]:
         """Show the run until it ends; return its state and the reason."""

@@ -18,7 +18,7 @@ import structlog
 from common.config import Supervisor as Settings
 from common.errors import ConfigError, RelaxError, WorkerError
 from common.process import Stop
-from launch.plan import ADDRESS, Process
+from launch.plan import ADDRESS, KEY, Process
 
 FIRST_PAUSE_SECONDS = 0.2
 """before the first restart; doubles with every further one"""
@@ -59,11 +59,12 @@ class NodeSupervisor:
     children: list[Child] = field(default_factory=list[Child])
     failure: str = ""
 
-    def start(self, processes: Sequence[Process], address: str = "") -> None:
-        """Start processes in the order given; `address` of the sample broker completes their command lines."""
+    def start(self, processes: Sequence[Process], address: str = "", key: Path | None = None) -> None:
+        """Start processes in the order given; `address` of the sample broker and `key` complete their command lines."""
+        told = {ADDRESS: (address,), KEY: ("--key", str(key)) if key else ()}
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         for process in processes:
-            command = tuple(address if part == ADDRESS else part for part in process.command)
+            command = tuple(word for part in process.command for word in told.get(part, (part,)))
             child = Child(Process(process.name, process.role, process.node, command, process.restart))
             self.children.append(child)
             self._spawn(child)

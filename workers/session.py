@@ -18,6 +18,7 @@ from types import FrameType
 
 from brokers.client import SampleClient, Welcome
 from brokers.dealer import DealerChannel
+from brokers.keys import WorkerKey, read_worker_key
 from brokers.weight_client import WeightClient
 from common import logs
 from common.config import Config
@@ -27,13 +28,14 @@ from common.process import Stop
 
 @dataclass(slots=True)
 class Session:
-    """One worker's place in a run. `folder`: the run's folder, an absolute path."""
+    """One worker's place in a run. `folder`: the run's folder, an absolute path. `key`: of an encrypted run."""
 
     client: SampleClient
     welcome: Welcome
     stop: Stop
     name: str
     incarnation: str
+    key: WorkerKey | None = None
     _weights: WeightClient | None = field(default=None)
 
     @property
@@ -78,7 +80,7 @@ class Session:
             waited += 0.1
             self.client.status()
             endpoints = self.client.channel.pulse.state.get("endpoints", {})
-        channel = DealerChannel(endpoints["weights"], self.name, self.incarnation)
+        channel = DealerChannel(endpoints["weights"], self.name, self.incarnation, key=self.key)
         self._weights = WeightClient(channel, self.name, self.client.run)
         self._weights.hello(role, socket.gethostname(), os.getpid(), seconds=seconds)
         channel.start_heartbeats()
@@ -103,6 +105,7 @@ def parse(role: str, argv: Sequence[str] | None, description: str) -> argparse.N
         "--name", default=f"{role}-{socket.gethostname()}-{os.getpid()}", help="name in the run; one worker each"
     )
     parser.add_argument("--run", default="", help="refuse any other run")
+    parser.add_argument("--key", metavar="FILE", help="keys/worker.key in the folder of an encrypted run")
     parser.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS", help="for the first answer")
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     return parser.parse_args(argv)
@@ -115,7 +118,8 @@ def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     incarnation = uuid.uuid4().hex[:8]
-    channel = DealerChannel(args.broker, args.name, incarnation)
+    key = read_worker_key(Path(args.key)) if args.key else None
+    channel = DealerChannel(args.broker, args.name, incarnation, key=key)
     client = SampleClient(channel, args.name, args.run)
     try:
         welcome = client.hello(role, socket.gethostname(), os.getpid(), seconds=args.deadline)
@@ -123,7 +127,7 @@ def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
         channel.close(drain_seconds=0.0)
         raise
     channel.start_heartbeats()
-    session = Session(client, welcome, Stop(), args.name, incarnation)
+    session = Session(client, welcome, Stop(), args.name, incarnation, key)
     try:
         yield session
     finally:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from brokers.record import Limits
-from contract import MemoryWorld, TcpWorld, World
+from contract import EncryptedWorld, MemoryWorld, TcpWorld, World
 
 Build = Callable[..., World]
 
 
-@pytest.fixture(params=[MemoryWorld, TcpWorld], ids=["memory", "tcp"])
+@pytest.fixture(params=[MemoryWorld, TcpWorld, EncryptedWorld], ids=["memory", "tcp", "encrypted"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
     """Makes a world: `build(groups_per_step, max_staleness, **limits)`."""
     worlds: list[World] = []

@@ -1,17 +1,21 @@
 """The brokers in memory and behind sockets, alike: workers join, die and come back, and time is moved by hand."""
 
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.utils.monitor as zmq_monitor
 
+from brokers import keys
 from brokers.channel import Channel, MemoryBroker, Pending, Pulse, Reply
 from brokers.client import Leased, Result, SampleClient
 from brokers.dealer import DealerChannel
+from brokers.keys import BrokerKey, WorkerKey
 from brokers.record import Limits, StageSpec
 from brokers.router import Router
 from brokers.samples import Facts, SampleService
@@ -152,6 +156,10 @@ class MemoryWorld(World):
 
 
 class TcpWorld(World):
+    """`keys`: of the brokers and of the workers."""
+
+    keys: tuple[BrokerKey | None, WorkerKey | None] = (None, None)
+
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         self._routers: dict[Service, Router] = {}
@@ -162,14 +170,15 @@ class TcpWorld(World):
 
     def open(self, service: Service, name: str, incarnation: str) -> DealerChannel:
         if service not in self._routers:
-            router = Router(service, "tcp://127.0.0.1:0", self.clock, 10)
+            router = Router(service, "tcp://127.0.0.1:0", self.clock, 10, self.keys[0])
             if service is self.samples:
                 socket: Any = router._socket  # pyright: ignore[reportPrivateUsage]
-                self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                socket.disable_monitor()  # a socket has one at most: here ends are watched, not refusals
+                self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, "inproc://ends")
             self._routers[service] = router
             self._threads.append(threading.Thread(target=router.run, args=(self._stop.is_set,)))
             self._threads[-1].start()
-        channel = DealerChannel(self._routers[service].address, name, incarnation, high_water_mark=10)
+        channel = DealerChannel(self._routers[service].address, name, incarnation, high_water_mark=10, key=self.keys[1])
         self._channels.append(channel)
         return channel
 
@@ -206,6 +215,19 @@ class TcpWorld(World):
         for router in self._routers.values():
             router._socket.disable_monitor()  # pyright: ignore[reportPrivateUsage]
             router.close()
+
+
+class EncryptedWorld(TcpWorld):
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.keys = new_keys()
+
+
+def new_keys() -> tuple[BrokerKey, WorkerKey]:
+    """Return the keys of a new run."""
+    with tempfile.TemporaryDirectory() as folder:
+        broker, worker = keys.create(Path(folder))
+        return keys.read_broker_key(broker), keys.read_worker_key(worker)
 
 
 class Mangling:

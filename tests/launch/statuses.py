@@ -70,6 +70,7 @@ def status(*workers: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "repeated": 0,
         "refused": {},
         "unroutable": 0,
+        "turned_away": 0,
     }
     queues = {
         "rollout": queue(8, 2, 21_000, 0.31, 0),
