@@ -19,7 +19,7 @@ class Books:
         self.order = StageQueue()  # train groups that were not handed out yet, in the order of their prompts
         self.changed: set[str] = set()  # stages for which something may have become leasable
         self._by_worker: dict[str, set[int]] = {}
-        self._last_lease = 0
+        self.last_lease = 0
         self._on_free = on_free
 
     def insert(self, record: Record, now: float) -> None:
@@ -47,9 +47,9 @@ class Books:
     def grant(self, stage: str, worker: str, group: str, now: float, seconds: float) -> Grant:
         """Lease a group to a worker for `seconds`."""
         record = self.records[group]
-        self._last_lease += 1
+        self.last_lease += 1
         record.attempts[stage] += 1
-        lease = Lease(self._last_lease, group, stage, worker, record.attempts[stage], now + seconds)
+        lease = Lease(self.last_lease, group, stage, worker, record.attempts[stage], now + seconds)
         record.leases[stage] = lease.id
         if stage == ROLLOUT:
             record.started = now

@@ -15,6 +15,8 @@ from common.header import pack, unpack
 
 TICK_SECONDS = 0.05
 """how often time passes for a service that hears nothing"""
+TOGETHER = 64
+"""messages whose replies may wait for one another"""
 
 
 class Router:
@@ -67,12 +69,16 @@ class Router:
         self._context.term()
 
     def _receive(self, until: float) -> None:
-        """Handle what has arrived: one poll serves many messages, but no longer than `until`, when a tick is due."""
+        """Handle what has arrived: one poll serves many messages, but no longer than `until`, when a tick is due.
+
+        Replies that wait for something (a journal's commit) wait for that of up to `TOGETHER` messages.
+        """
+        together = 0
         while self._clock.now() < until:
             try:
                 parts = cast(list[Any], self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
-                return
+                break
             peer = bytes(parts[0].buffer).decode("utf-8", "replace")
             try:
                 if len(parts) < 2:
@@ -82,7 +88,13 @@ class Router:
                 self._service.on_malformed(error)
                 continue
             frames = [frame.buffer for frame in parts[2:]]
-            self._send(self._service.handle(Message(peer, header, frames, self._clock.now())))
+            self._service.take(Message(peer, header, frames, self._clock.now()))
+            together += 1
+            if not self._service.holding or together >= TOGETHER:
+                self._send(self._service.release(self._clock.now()))
+                together = 0
+        if together:
+            self._send(self._service.release(self._clock.now()))
 
     def _send(self, outgoing: list[Outgoing], *, again: bool = False) -> None:
         if again:

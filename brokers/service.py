@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import structlog
 
 from brokers.roster import Member, Roster
-from common.errors import LeaseLost, RelaxError, WireError
+from common.errors import LeaseLost, RelaxError, Stranger, WireError
 from common.header import Header
 from common.section import Buffer
 
@@ -23,6 +23,8 @@ class Outgoing:
     peer: str
     header: Header
     frames: tuple[Buffer, ...] = ()
+    verb: str = ""
+    """of the request that it answers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,18 @@ class Service:
         self._claims: dict[str, tuple[Message, float]] = {}
         self._out: list[Outgoing] = []
 
+    @property
+    def holding(self) -> bool:
+        """Whether replies wait for something that is done once for many of them: handle more before `release`."""
+        return False
+
     def handle(self, message: Message) -> list[Outgoing]:
-        """Answer one message; nothing of a refused message is kept."""
+        """Answer one message and return what is to be sent."""
+        self.take(message)
+        return self.release(message.now)
+
+    def take(self, message: Message) -> None:
+        """Answer one message; nothing of a refused message is kept. What is to be sent waits for `release`."""
         try:
             reply = self._dispatch(message)
         except RelaxError as error:
@@ -97,6 +109,10 @@ class Service:
         if reply is not None:
             self.reply(message.peer, message.header, reply)
         self.serve(message.now)
+
+    def release(self, now: float) -> list[Outgoing]:
+        """Return what may be sent by now."""
+        del now
         return self.flush()
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -106,7 +122,7 @@ class Service:
                 self._settle(name, claim, "it did not answer")
         self.on_time(now)
         self.serve(now)
-        return self.flush()
+        return self.release(now)
 
     def on_unroutable(self, peer: str, now: float) -> list[Outgoing]:
         """A peer is gone: what it held is free at once."""
@@ -116,7 +132,7 @@ class Service:
             if self.roster.holder(name) is None:
                 self._settle(name, claim, "its connection is gone")
         self.serve(now)
-        return self.flush()
+        return self.release(now)
 
     def on_malformed(self, error: RelaxError) -> None:
         """A message came that has no readable header; it cannot be answered."""
@@ -152,7 +168,7 @@ class Service:
     def reply(self, peer: str, request: Header, reply: Header, frames: tuple[Buffer, ...] = ()) -> None:
         """Queue the answer to a request."""
         header = replace(reply, run=self.run, request=request.request, stage=request.stage)
-        self._out.append(Outgoing(peer, header, frames))
+        self._out.append(Outgoing(peer, header, frames, request.verb))
 
     def refuse(self, error: RelaxError) -> Header:
         """Count an error and return the reply that reports it."""
@@ -191,7 +207,7 @@ class Service:
             holder = self.roster.holder(header.worker)
             if holder is not None:
                 raise LeaseLost(f"{message.peer} was replaced by {holder.peer}; its leases have ended")
-            raise WireError(f"unknown worker {message.peer!r}: say hello first")
+            raise Stranger(f"unknown worker {message.peer!r}: say hello first")
         if member is not None:
             member.seen = message.now
         return verb(message)

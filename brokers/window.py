@@ -60,6 +60,10 @@ class Window:
         self._waiting[deadline] += 1
         return deadline
 
+    def resume(self, deadline: PolicyVersion) -> None:
+        """Take the credit of a group that was started before; the gate was asked then."""
+        self._waiting[deadline] += 1
+
     def give_up(self, deadline: PolicyVersion, *, handed: bool) -> None:
         """Return the credit of a group that will not be trained under this start."""
         if handed:

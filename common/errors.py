@@ -3,6 +3,7 @@
 RelaxError                                                                       exit 1
 ├── ConfigError    edit the configuration; names the setting                     exit 2
 ├── WireError      peers disagree (protocol, run id, schema)                     exit 3
+│   ├── Stranger       the broker does not know this worker: say hello, again if it was restarted
 │   └── Damaged        bytes changed or went missing under way; asked for again
 ├── BrokerError    the broker did not do what was asked                          exit 4
 │   ├── Unreachable    no answer; names endpoint, verb and seconds
@@ -31,6 +32,10 @@ class WireError(RelaxError):
     """Two peers disagree about protocol, run, schema, length or checksum. Nothing was accepted."""
 
     exit_code = 3
+
+
+class Stranger(WireError):
+    """The broker does not know the worker. It was never told, or it is a new one in the place of one that died."""
 
 
 class Damaged(WireError):
@@ -75,6 +80,7 @@ _BY_NAME: dict[str, type[RelaxError]] = {
         RelaxError,
         ConfigError,
         WireError,
+        Stranger,
         Damaged,
         BrokerError,
         Unreachable,

@@ -12,6 +12,7 @@ CODES = {
     "ConfigError": 2,
     "WireError": 3,
     "Damaged": 3,
+    "Stranger": 3,
     "BrokerError": 4,
     "Unreachable": 4,
     "QueueFull": 4,
