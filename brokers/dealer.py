@@ -2,6 +2,10 @@
 
 The work loop never touches the socket. It hands requests over through a deque and wakes the thread through an
 in-process pair; replies complete futures. Heartbeats carry the progress that the work loop reported.
+
+A broker that was restarted calls its workers strangers. The channel then joins again (see `Membership`) and repeats
+every request without an answer, in order: each is there once, or its repeat changes nothing. Messages arrive in order,
+so whatever is refused from before the new hello has been repeated behind it.
 """
 
 import contextlib
@@ -20,7 +24,8 @@ import zmq
 from brokers import keys, sockets
 from brokers.channel import Pending, Pulse, Reply, is_question, settle
 from brokers.keys import WorkerKey
-from common.errors import ConfigError, Unreachable, WireError, WorkerError
+from brokers.membership import Membership
+from common.errors import ConfigError, Stranger, Unreachable, WireError, WorkerError
 from common.header import Header, pack, unpack
 from common.section import Buffer
 
@@ -74,6 +79,7 @@ class DealerChannel:
         self._waiting: dict[int, _Request] = {}
         self._lock = threading.Lock()
         self._last = 0
+        self._membership = Membership()
         self._beating = False
         self._closing = False
         self._stopped = False
@@ -95,9 +101,7 @@ class DealerChannel:
         with self._lock:
             if self._closing:
                 raise WorkerError(f"the channel to {self.endpoint} is closed")
-            self._last += 1
-            worker, incarnation = self._names
-            stamped = replace(header, worker=worker, incarnation=incarnation, request=self._last)
+            stamped = self._stamped(header)
             message = (pack(stamped), *frames)
             self._outbox.append(_Request(stamped, message, pending, time.monotonic() + allowed, allowed))
         self._wake()
@@ -186,8 +190,8 @@ class DealerChannel:
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         with self.pulse.lock:
             progress = dict(self.pulse.progress)
-        worker, incarnation = self._names
-        header = Header("beat", worker=worker, incarnation=incarnation, body={"progress": progress})
+        with self._lock:
+            header = self._stamped(Header("beat", body={"progress": progress}))
         with contextlib.suppress(zmq.Again):  # no connection, or the pipe is full: the next beat tells the same
             socket.send(pack(header), zmq.NOBLOCK)
 
@@ -198,7 +202,6 @@ class DealerChannel:
                 socket.send_multipart(request.message, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return  # at the high-water mark: the request stays first in line
-            request.message = request.message[:1] + (b"",) * (len(request.message) - 1)  # ZeroMQ keeps what it needs
             with self._lock:
                 self._waiting[request.header.request] = request
                 self._outbox.popleft()
@@ -221,10 +224,40 @@ class DealerChannel:
                     socket.send(pack(Header("pong", worker=worker, incarnation=incarnation)), zmq.NOBLOCK)
                 continue
             self.pulse.heard(dict(header.body))
+            if header.verb == "error" and header.body.get("kind") == Stranger.__name__ and self._join_again(header):
+                continue
             with self._lock:
                 request = self._waiting.pop(header.request, None)
             if request is not None:
+                self._membership.answered(request.header, header)
                 settle(request.pending, Reply(header, tuple(frame.buffer for frame in parts[1:])))
+
+    def _stamped(self, header: Header) -> Header:
+        """Return a header with this worker's names and the next number; the lock is held."""
+        self._last += 1
+        worker, incarnation = self._names
+        return replace(header, worker=worker, incarnation=incarnation, request=self._last)
+
+    def _join_again(self, refusal: Header) -> bool:
+        """Say hello again and repeat what has no answer; False if this worker is a stranger for good."""
+        if not self._membership.may_join:
+            return False
+        if self._membership.is_behind(refusal.request):
+            return True
+        with self._lock:
+            hello = self._stamped(self._membership.hello_again())
+            self._membership.joining(hello.request)
+            now = time.monotonic()
+            request = _Request(hello, (pack(hello),), Future(), now + REPLY_SECONDS, REPLY_SECONDS)
+            again = list(self._waiting.values())
+            for one in again:
+                one.until = now + one.seconds
+            self._waiting.clear()
+            self._outbox.extendleft(reversed([request, *sorted(again, key=lambda one: one.header.request)]))
+        structlog.get_logger(part="channel").warning(
+            "the broker was restarted: joining again", endpoint=self.endpoint, repeated=len(again)
+        )
+        return True
 
     def _expire(self) -> None:
         now = time.monotonic()
