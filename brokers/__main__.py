@@ -11,16 +11,20 @@ from pathlib import Path
 
 from brokers.client import SampleClient
 from brokers.dealer import DealerChannel
+from brokers.durable import DurableService
+from brokers.journal import Journal
 from brokers.keys import read_broker_key, read_worker_key
 from brokers.record import Limits, StageSpec
+from brokers.recovery import clear_other_runs
 from brokers.router import Router
 from brokers.samples import Facts, SampleService
 from brokers.weights import WeightService
 from common import logs
 from common.clock import SystemClock
-from common.config import Config, from_json
+from common.config import from_json
 from common.errors import ConfigError, Unreachable
 from common.process import Stop, run_main, write_atomically
+from common.settings import Config
 
 SILENT_BEATS = 3
 """a member that missed so many heartbeats is not waited for"""
@@ -55,9 +59,18 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     config = from_json(json.dumps(plan["config"]))
     key = read_broker_key(Path(args.key)) if args.key else None
     facts = Facts(plan["run"], json.dumps(plan["config"]), plan["folder"])
-    service = SampleService(facts, [StageSpec.from_wire(spec) for spec in plan["stages"]], limits_of(config))
-    endpoint = f"tcp://{args.host or config.broker.host}:{config.broker.port if args.port is None else args.port}"
     clock = SystemClock()
+    stages = [StageSpec.from_wire(spec) for spec in plan["stages"]]
+    port = config.broker.port if args.port is None else args.port
+    if config.broker.journal:
+        folder = Path(facts.folder) / "journal"
+        clear_other_runs(folder, facts.run)
+        journal = Journal(folder, config.broker.journal_segment_bytes, fsync=config.broker.journal_fsync)
+        service = DurableService(facts, stages, limits_of(config), journal, clock.now())
+        port = _port_of(args.announce, facts.run) or port
+    else:
+        service = SampleService(facts, stages, limits_of(config))
+    endpoint = f"tcp://{args.host or config.broker.host}:{port}"
     router = Router(service, endpoint, clock, config.broker.high_water_mark, key)
     service.log.info("serving", run=facts.run, address=router.address)
     if args.announce:
@@ -69,6 +82,16 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     silent = SILENT_BEATS * config.broker.heartbeat_seconds
     router.run(lambda: clock.now() >= until or not service.roster.heard_since(clock.now() - silent))
     router.close()
+    service.close()
+
+
+def _port_of(announcement: str | None, run: str) -> int:
+    """Return the port that a broker of this run had before, where its workers look for it; 0 if there was none."""
+    try:
+        told = json.loads(Path(announcement).read_text(encoding="utf-8")) if announcement else {}
+    except (OSError, ValueError):
+        return 0
+    return int(told["address"].rpartition(":")[2]) if told.get("run") == run else 0
 
 
 def serve_weights(args: argparse.Namespace, stop: Stop) -> None:

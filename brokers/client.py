@@ -7,11 +7,12 @@ from typing import Any
 import structlog
 
 from brokers.channel import Channel, Pending, Reply, wait
-from common.config import Config, from_json
+from common.config import from_json
 from common.errors import Damaged, LeaseLost
 from common.group import Group, GroupKey, PolicyVersion, Purpose
 from common.header import Header, Item, attach
 from common.section import Section
+from common.settings import Config
 
 TRIES = 3
 """how often bytes that arrived damaged are asked for or sent again"""

@@ -144,6 +144,9 @@ class Service:
         if self.turned_away.bit_length() > before.bit_length():
             self.log.warning("turned away: without this run's key, or encrypted to a plain broker", n=self.turned_away)
 
+    def close(self) -> None:
+        """Let go of what outlives the process."""
+
     def serve(self, now: float) -> None:
         """Answer requests that waited for something that has happened."""
 

@@ -1,7 +1,6 @@
 """The configuration: TOML in, one frozen tree out, every mistake reported at once.
 
-A component (engine, backend, reward, algorithm, data source, model recipe) keeps its options next to its code; the
-tables here only hold its name, and the caller of `load` says where its options are declared.
+The tables are in `common.settings`. The caller of `load` says where the options of a component are declared.
 """
 
 import copy
@@ -10,151 +9,12 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError
 
 from common.errors import ConfigError
-
-
-class Table(BaseModel):
-    """A group of settings. Unknown settings are errors, numbers are finite, values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Component(BaseModel):
-    """Names one implementation; everything beside `name` is its own options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The settings beside the name."""
-        return dict(self.model_extra or {})
-
-
-class Model(Table):
-    """Where the initial weights come from: a Hugging Face folder, or a recipe that makes one."""
-
-    path: str | None = None
-    recipe: Component | None = None
-
-
-class Sampling(Table):
-    """How responses are drawn. `max_tokens`: longest response."""
-
-    temperature: float = Field(1.0, ge=0)
-    max_tokens: int = Field(256, gt=0)
-
-
-class Evaluation(Table):
-    """Held-out prompts, answered once each at the first and last version and every `every` updates.
-
-    `temperature` 0 is greedy. An answer counts as solved when its reward is at least `solved_at`.
-    """
-
-    prompts: int = Field(128, ge=0)
-    solved_at: float = 1.0
-    every: int = Field(0, ge=0)
-    temperature: float = Field(0.0, ge=0)
-    deadline_seconds: float = Field(300.0, gt=0)
-
-
-class Rewards(Table):
-    """Limits of the reward stage. `processes` score samples side by side; one sample may take `timeout_seconds`."""
-
-    processes: int = Field(1, gt=0)
-    timeout_seconds: float = Field(10.0, ge=0)
-
-
-class Workers(Table):
-    """How many processes each role gets. In hybrid mode reference and advantage run inside the trainer.
-
-    `rollout`: on each node that generates, which are all but the first of a run on several nodes.
-    """
-
-    rollout: int = Field(1, ge=0)
-    reward: int = Field(1, ge=0)
-    reference: int = Field(1, ge=0)
-    advantage: int = Field(1, ge=0)
-
-
-class Broker(Table):
-    """The sample broker. `max_queue_groups`: prompts waiting for rollout, by default twice what may be under way."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    encrypt: Literal["auto", True, False] = "auto"  # auto: if other machines can reach `host`
-    lease_seconds: float = Field(30.0, gt=0)
-    heartbeat_seconds: float = Field(1.0, gt=0)
-    request_seconds: float = Field(60.0, gt=0)
-    max_attempts: int = Field(3, gt=0)
-    max_queue_groups: int | None = None
-    max_queue_bytes: int = 4 << 30
-    high_water_mark: int = 64
-
-    @field_validator("max_queue_groups", "max_queue_bytes", "high_water_mark")
-    @classmethod
-    def _is_a_bound(cls, value: int | None) -> int | None:
-        if value is not None and value <= 0:
-            raise ValueError("a bound must be at least 1; in ZeroMQ 0 would mean unlimited, and memory has an end")
-        return value
-
-
-class Weights(Table):
-    """The weight plane. `in_flight`: what becomes of running generations when a version arrives."""
-
-    in_flight: Literal["finish", "continue"] = "continue"
-    chunk_bytes: int = Field(4 << 20, gt=0)
-    keep_versions: int = Field(2, gt=0)
-
-
-class Supervisor(Table):
-    """How processes are kept alive. After `max_restarts` of one process the run ends as failed."""
-
-    max_restarts: int = Field(5, ge=0)
-    grace_seconds: float = Field(10.0, gt=0)
-    start_seconds: float = Field(60.0, gt=0)
-
-
-class Config(Table):
-    """Everything about one run.
-
-    `micro_steps`: pieces in which the trainer takes a step's groups as they arrive; 1 waits for the closed batch.
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    folder: str = "runs"
-    mode: Literal["sync", "async", "hybrid"] = "async"
-    seed: int = 0
-    steps: int | None = Field(None, gt=0)
-    epochs: int | None = Field(None, gt=0)
-    deterministic: bool = False
-    max_staleness: int = Field(1, ge=0)
-    groups_per_step: int = Field(gt=0)
-    group_size: int = Field(gt=0)
-    micro_steps: int = Field(4, gt=0)
-    model: Model
-    data: Component
-    sampling: Sampling = Sampling.model_validate({})
-    evaluation: Evaluation = Evaluation.model_validate({})
-    engine: Component = Component(name="torch")
-    reward: Component = Component(name="exact")
-    rewards: Rewards = Rewards.model_validate({})
-    algorithm: Component = Component(name="grpo")
-    backend: Component = Component(name="torch")
-    workers: Workers = Workers.model_validate({})
-    broker: Broker = Broker.model_validate({})
-    weights: Weights = Weights.model_validate({})
-    supervisor: Supervisor = Supervisor.model_validate({})
-
-    @property
-    def run_folder(self) -> Path:
-        """Folder of this run's logs, results and checkpoint."""
-        return Path(self.folder) / self.name
-
+from common.settings import Config
 
 COMPONENTS = ("data", "engine", "reward", "algorithm", "backend", "model.recipe")
 
@@ -183,16 +43,13 @@ def check(tree: dict[str, Any], options: TypeOfOptions) -> Config:
     tree = copy.deepcopy(tree)
     if tree.get("mode") == "sync":
         tree.setdefault("max_staleness", 0)
-    mistakes: list[str] = []
-    for place in COMPONENTS:
-        mistakes += _complete(tree, place, options)
+    mistakes = [mistake for place in COMPONENTS for mistake in _complete(tree, place, options)]
     config = None
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         mistakes += list(_explain(error, Config, ""))
-    if config is not None:
-        mistakes += list(_contradictions(config))
+    mistakes += [] if config is None else _contradictions(config)
     if mistakes or config is None:
         raise ConfigError("\n".join(mistakes))
     return config
@@ -281,10 +138,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.mode == "sync" and config.max_staleness != 0:
         yield f"mode = 'sync' takes turns, so max_staleness must be 0, not {config.max_staleness}"
     if config.deterministic and config.max_staleness != 0:
-        yield (
-            f"deterministic = true needs max_staleness = 0, not {config.max_staleness}: "
-            "otherwise the version that makes a token depends on timing"
-        )
+        reason = "otherwise the version that makes a token depends on timing"
+        yield f"deterministic = true needs max_staleness = 0, not {config.max_staleness}: {reason}"
     if (config.model.path is None) == (config.model.recipe is None):
         yield "set exactly one of model.path (a Hugging Face folder) and model.recipe.name (a model made here)"
     if config.steps is None and config.epochs is None:

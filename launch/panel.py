@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from common.clock import Clock, SystemClock
-from common.config import Config
+from common.settings import Config
 from launch.screen import (
     count_lines,
     duration,

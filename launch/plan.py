@@ -11,8 +11,9 @@ from typing import Any
 
 from brokers.keys import BROKER_FILE, WORKER_FILE
 from brokers.record import StageSpec
-from common.config import Config, load, to_json
+from common.config import load, to_json
 from common.errors import ConfigError
+from common.settings import Config
 from workers import registry, wiring
 
 ANNOUNCEMENT, PLAN = "broker.json", "plan.json"
@@ -98,7 +99,7 @@ def make(config: Config, root: Path, *, run: str = "", nodes: int = 1, host: str
     bound = host or config.broker.host
     encrypted = not is_loopback(bound) if config.broker.encrypt == "auto" else config.broker.encrypt
     processes = [
-        *_brokers(run, folder, host, encrypted=encrypted),
+        *_brokers(run, folder, host, encrypted=encrypted, restart=config.broker.journal),
         *_workers(run, "prompt", 1, [0]),
         *_workers(run, "trainer", 1, [0], restart=False),
     ]
@@ -117,7 +118,7 @@ def is_loopback(host: str) -> bool:
         return host in {"localhost", "lo"}
 
 
-def _brokers(run: str, folder: Path, host: str, *, encrypted: bool) -> list[Process]:
+def _brokers(run: str, folder: Path, host: str, *, encrypted: bool, restart: bool) -> list[Process]:
     bound = ("--host", host) if host else ()
     key = ("--key", str(folder / KEYS / BROKER_FILE)) if encrypted else ()
     worker_key = ("--worker-key", str(folder / KEYS / WORKER_FILE)) if encrypted else ()
@@ -125,7 +126,7 @@ def _brokers(run: str, folder: Path, host: str, *, encrypted: bool) -> list[Proc
     samples = ("samples", "--plan", str(folder / PLAN), "--announce", str(folder / ANNOUNCEMENT))
     weights = ("weights", "--broker", ADDRESS, "--name", "weights", "--run", run)
     return [
-        Process("samples", "samples", 0, (*module, *samples, *bound, *key), restart=False),
+        Process("samples", "samples", 0, (*module, *samples, *bound, *key), restart=restart),
         Process("weights", "weights", 0, (*module, *weights, *bound, *key, *worker_key), restart=False),
     ]
 

@@ -20,9 +20,9 @@ from brokers.dealer import DealerChannel
 from brokers.router import Router
 from brokers.service import Service
 from common.clock import SystemClock
-from common.config import Broker, Config
 from common.errors import BrokerError, ConfigError, Unreachable, WorkerError
 from common.process import Stop, write_atomically
+from common.settings import Broker, Config
 from launch import summary
 from launch.panel import Panel
 from launch.plan import ANNOUNCEMENT, KEYS, PLAN, Plan, Process

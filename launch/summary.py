@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from common import metrics
-from common.config import Config
 from common.process import write_atomically
+from common.settings import Config
 
 METRICS, SUMMARY, PLOT, BOARD, CHECKPOINT = "metrics.jsonl", "summary.json", "reward.png", "tensorboard", "checkpoint"
 """names in a run's folder"""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import structlog
 
-from common.config import Supervisor as Settings
 from common.errors import ConfigError, RelaxError, WorkerError
 from common.process import Stop
+from common.settings import Supervisor as Settings
 from launch.plan import ADDRESS, KEY, Process
 
 FIRST_PAUSE_SECONDS = 0.2

@@ -21,11 +21,12 @@ from brokers.samples import Facts, SampleService
 from brokers.weight_client import Follower, WeightClient
 from brokers.weights import WeightService
 from common.clock import SystemClock
-from common.config import Config, load, to_json
+from common.config import load, to_json
 from common.errors import ConfigError
 from common.group import concatenate
 from common.process import Stop
 from common.section import Section, encode
+from common.settings import Config
 from launch import plan
 from workers import registry, stage, wiring
 from workers.advantage.stage import AdvantageStage
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.unit
 FILES = {
     "coins.py": '''
         """A data source: every prompt asks for heads."""
-        from common.config import Table
+        from common.settings import Table
         from workers.prompt.source import Row
 
         class Coins:
@@ -55,7 +56,7 @@ FILES = {
         """An engine: one token a sample, 1 with the probability that the weights say, else 0."""
         import math
         import random
-        from common.config import Table
+        from common.settings import Table
         from common.errors import WireError
         from workers.rollout.engine import Completion, Generation
 
@@ -104,7 +105,7 @@ FILES = {
     ''',
     "heads.py": '''
         """A reward: whether it is the label."""
-        from common.config import Table
+        from common.settings import Table
 
         class Heads:
             class Options(Table):
@@ -119,7 +120,7 @@ FILES = {
     "plain.py": '''
         """An algorithm: REINFORCE with the group's mean as baseline, pulled to the reference."""
         import numpy as np
-        from common.config import Table
+        from common.settings import Table
         from common.group import concatenate
         from common.section import encode
         from workers.trainer.algorithm import TokenLoss
@@ -151,7 +152,7 @@ FILES = {
     "scalar.py": '''
         """A backend: one number, the log-odds of heads, and the gradient of the algorithm's own loss by differences."""
         import numpy as np
-        from common.config import Table
+        from common.settings import Table
         from common.tensor import from_numpy
         from workers.trainer.algorithm import TokenBatch
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config import Component
 from common.errors import ConfigError
+from common.settings import Component
 
 HOMES = {
     "data": "workers.prompt.sources",

@@ -21,9 +21,9 @@ from brokers.dealer import DealerChannel
 from brokers.keys import WorkerKey, read_worker_key
 from brokers.weight_client import WeightClient
 from common import logs
-from common.config import Config
 from common.errors import BrokerError, Unreachable, WireError
 from common.process import Stop
+from common.settings import Config
 
 
 @dataclass(slots=True)

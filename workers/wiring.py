@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from brokers.record import StageSpec
 from common.columns import COLUMNS, columns_of, sections_of
-from common.config import Config
 from common.errors import ConfigError
 from common.group import Purpose
+from common.settings import Config
 from workers import registry
 from workers.reward.stage import RewardStage
 from workers.trainer.algorithm import Algorithm

@@ -36,11 +36,12 @@ from brokers.record import Limits, StageSpec  # noqa: E402
 from brokers.samples import Facts, SampleService  # noqa: E402
 from brokers.service import Message  # noqa: E402
 from common import logs  # noqa: E402
-from common.config import Config, to_json  # noqa: E402
+from common.config import to_json  # noqa: E402
 from common.group import GroupKey, Purpose  # noqa: E402
 from common.header import Header, Item, pack, unpack  # noqa: E402
 from common.process import write_atomically  # noqa: E402
 from common.section import Section  # noqa: E402
+from common.settings import Config  # noqa: E402
 from tests.bench import table  # noqa: E402
 from tests.bench.batches import BATCHES, PAYLOAD, empty_prompt  # noqa: E402
 

@@ -23,10 +23,11 @@ from brokers.service import Service
 from brokers.weight_client import WeightClient
 from brokers.weights import WeightService
 from common.clock import ManualClock
-from common.config import Config, to_json
+from common.config import to_json
 from common.group import GroupKey, Purpose
 from common.header import Header
 from common.section import Buffer, Section, encode
+from common.settings import Config
 
 SECONDS = 20.0
 """longest wait of a test for something that happens at once on an idle machine"""

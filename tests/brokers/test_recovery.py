@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import CONFIG, STAGES, Worker, answer, prompt
 
 from brokers.channel import MemoryBroker
 from brokers.durable import DurableService
@@ -20,6 +19,7 @@ from common.config import to_json
 from common.errors import LeaseLost, RelaxError
 from common.group import GroupKey
 from common.header import Header
+from contract import CONFIG, STAGES, Worker, answer, prompt
 
 pytestmark = pytest.mark.unit
 FACTS = Facts("run-a", to_json(CONFIG), "/runs/a")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contract import CONFIG, SECONDS, STAGES, Worker
 
 from brokers.dealer import DealerChannel
 from brokers.durable import DurableService
@@ -18,6 +17,7 @@ from common.clock import ManualClock
 from common.config import to_json
 from common.errors import Stranger
 from common.header import Header
+from contract import CONFIG, SECONDS, STAGES, Worker
 
 pytestmark = pytest.mark.contract
 

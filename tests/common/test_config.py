@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from common.config import Config, Table, check, from_json, load, to_json
+from common.config import check, from_json, load, to_json
 from common.errors import ConfigError
+from common.settings import Config, Table
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ It waits without a CPU, so the middle is as long on a machine that is busy.
 import threading
 from pathlib import Path
 
-from common.config import Table
+from common.settings import Table
 from workers.reward.reward import Response
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from common.config import Config, check
+from common.config import check
+from common.settings import Config
 
 
 class AnyOptions(BaseModel):

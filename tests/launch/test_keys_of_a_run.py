@@ -14,8 +14,8 @@ from brokers.router import Router
 from brokers.samples import Facts, SampleService
 from common import config as settings
 from common.clock import SystemClock
-from common.config import Config
 from common.errors import ConfigError
+from common.settings import Config
 from launch import plan
 from launch.plan import KEY, Plan
 from launch.run import announcement, answers, clear

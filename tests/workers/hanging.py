@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from common.config import Table
+from common.settings import Table
 from workers.reward.reward import Response
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from common.config import Table
+from common.settings import Table
 from workers.reward.reward import Response
 
 

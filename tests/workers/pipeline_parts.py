@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from common.columns import SCHEMAS
-from common.config import Config, check
+from common.config import check
 from common.errors import Reject
 from common.group import Group, concatenate
 from common.section import Section, encode
+from common.settings import Config
 from common.tensor import NamedTensor, from_numpy
 from workers import registry
 from workers.prompt.schedule import Schedule

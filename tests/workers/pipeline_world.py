@@ -17,10 +17,11 @@ from brokers.samples import Facts, SampleService
 from brokers.weight_client import Follower, WeightClient
 from brokers.weights import WeightService
 from common.clock import Clock, ManualClock
-from common.config import Config, to_json
+from common.config import to_json
 from common.header import Header
 from common.process import Stop
 from common.section import Buffer
+from common.settings import Config
 from common.tensor import from_numpy
 from pipeline_parts import END, NOWHERE, ByLength, Encoder, Report
 from workers import stage, wiring

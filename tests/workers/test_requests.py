@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from brokers.client import Leased
-from common.config import Config
 from common.errors import Reject
 from common.group import Group, GroupKey, concatenate
 from common.section import encode
+from common.settings import Config
 from workers.rollout.engine import Request
 from workers.rollout.requests import request_of
 

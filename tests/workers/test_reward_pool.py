@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import hanging
-from common.config import Component, Rewards
 from common.errors import ConfigError, WorkerError
 from common.group import Group, GroupKey
 from common.section import encode
+from common.settings import Component, Rewards
 from workers.reward.pool import RewardPool, Scored
 from workers.reward.reward import Response
 from workers.reward.stage import RewardStage
@@ -135,7 +135,7 @@ def test_what_a_reward_started_ends_with_it(pair: RewardPool, tmp_path: Path) ->
 def test_a_process_in_the_middle_of_a_sample_dies_with_its_parent() -> None:
     program = (
         "import sys; sys.path[:] = sys.argv[1:]\n"
-        "from common.config import Component\n"
+        "from common.settings import Component\n"
         "from workers.reward.pool import RewardPool\n"
         "from workers.reward.reward import Response\n"
         f"pool = RewardPool(Component(name={OBEY!r}), 1, 60.0)\n"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from common.columns import COLUMNS
-from common.config import Component, Rewards
 from common.errors import Reject
 from common.group import Group, GroupKey, concatenate
 from common.section import encode
+from common.settings import Component, Rewards
 from passing import Told, passed, prompted, sampled, step
 from pipeline_parts import END, NOWHERE, config
 from training_groups import make_group, text_folder

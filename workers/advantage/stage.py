@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from common.config import Config
 from common.group import Group
 from common.section import Section
+from common.settings import Config
 from workers import registry
 from workers.trainer.algorithm import Algorithm
 

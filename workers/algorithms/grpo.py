@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from common.config import Table
 from common.errors import Reject
 from common.group import Group, concatenate
 from common.section import Section, encode
+from common.settings import Table
 from workers.trainer.algorithm import TokenBatch, TokenLoss
 
 if TYPE_CHECKING:

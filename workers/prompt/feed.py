@@ -12,11 +12,11 @@ import structlog
 
 from brokers.channel import Pending, wait
 from brokers.client import SampleClient
-from common.config import Config
 from common.errors import ConfigError, Damaged, QueueFull, Reject, WorkerError
 from common.group import GroupKey
 from common.process import Stop
 from common.section import Section
+from common.settings import Config
 from workers.prompt.schedule import Schedule
 from workers.prompt.source import Row, Source
 

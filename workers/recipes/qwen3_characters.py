@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import Field
 
-from common.config import Table
 from common.seeds import seed_of
+from common.settings import Table
 from workers.prompt.source import Source
 
 

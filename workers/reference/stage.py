@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from common.config import Config
 from common.group import Group, concatenate
 from common.section import Section, encode
+from common.settings import Config
 from workers import registry
 from workers.trainer.backend import Backend
 

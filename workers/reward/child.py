@@ -15,8 +15,8 @@ from typing import Any, cast
 import msgpack
 from pydantic import ValidationError
 
-from common.config import Component
 from common.errors import RelaxError
+from common.settings import Component
 from workers.registry import create
 from workers.reward.board import Board
 from workers.reward.reward import Response, Reward

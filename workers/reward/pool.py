@@ -16,9 +16,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
-from common.config import Component
 from common.errors import WorkerError
 from common.logs import get
+from common.settings import Component
 from workers.reward.board import CAPACITY
 from workers.reward.process import RewardProcess
 from workers.reward.reward import Response

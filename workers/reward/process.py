@@ -13,8 +13,8 @@ from typing import cast
 
 import msgpack
 
-from common.config import Component
 from common.errors import WorkerError, from_wire
+from common.settings import Component
 from workers.reward.board import SIZE, Board
 from workers.reward.reward import Response
 

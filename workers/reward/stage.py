@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from common.config import Component, Rewards
 from common.errors import ConfigError, WorkerError
 from common.group import Group
 from common.logs import get
 from common.section import Section, encode
+from common.settings import Component, Rewards
 from workers.registry import find
 from workers.reward.pool import RewardPool, Scored
 from workers.reward.reward import Response

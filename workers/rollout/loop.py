@@ -12,9 +12,9 @@ import structlog
 from brokers.channel import Pending, wait
 from brokers.client import Leased, Result, SampleClient
 from brokers.weight_client import Follower
-from common.config import Config
 from common.errors import Reject, WireError
 from common.group import PolicyVersion
+from common.settings import Config
 from common.tensor import NamedTensor
 from workers.rollout.engine import Completion, Engine, Request
 from workers.rollout.requests import request_of, result_of

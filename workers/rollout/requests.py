@@ -7,11 +7,11 @@ from typing import Any, cast
 from pydantic import Field, PositiveInt, ValidationError
 
 from brokers.client import Leased, Result
-from common.config import Config, Table
 from common.errors import Reject
 from common.group import Group, concatenate
 from common.section import encode
 from common.seeds import seed_of
+from common.settings import Config, Table
 from workers.processed import processor_tensors
 from workers.rollout.engine import Completion, Generation, Request, SamplingParams
 

@@ -11,8 +11,8 @@ import structlog
 
 from brokers.client import Leased, SampleClient
 from brokers.weight_client import WeightClient
-from common.config import Config
 from common.errors import Reject, WorkerError
+from common.settings import Config
 from workers import stage
 from workers.stage import Stage
 from workers.trainer.backend import Backend

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from common.config import Table
 from common.errors import ConfigError
 from common.seeds import seed_of
+from common.settings import Table
 from workers.prompt.source import Medium, Row, Rows
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from common.config import Table
 from common.errors import ConfigError
+from common.settings import Table
 from workers.prompt.source import Medium, Row, Rows
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from common.config import Table
 from common.seeds import seed_of
+from common.settings import Table
 from workers.prompt.source import Row, Rows
 
 NUM_PAIRS = 100

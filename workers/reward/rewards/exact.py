@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config import Table
+from common.settings import Table
 from workers.reward.reward import Response
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from common.config import Table
 from common.errors import ConfigError
+from common.settings import Table
 from workers.reward.reward import Response
 
 _TAGS = re.compile(r"</?answer>")

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import NonNegativeFloat
 
-from common.config import Table
 from common.errors import Reject
 from common.group import Group
 from common.process import write_atomically
 from common.safetensors import shapes_in
 from common.seeds import seed_of
+from common.settings import Table
 from common.tensor import BFLOAT16, NamedTensor, from_numpy
 from workers.trainer.algorithm import Algorithm
 

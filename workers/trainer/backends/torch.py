@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from common.config import Table
 from common.group import Group
+from common.settings import Table
 from common.tensor import NamedTensor
 from workers.trainer.algorithm import Algorithm
 
