@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from brokers.client import SampleClient
+from brokers.conduct import Facts
 from brokers.dealer import DealerChannel
 from brokers.durable import DurableService
 from brokers.journal import Journal
@@ -17,7 +18,7 @@ from brokers.keys import read_broker_key, read_worker_key
 from brokers.record import Limits, StageSpec
 from brokers.recovery import clear_other_runs
 from brokers.router import Router
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from brokers.weights import WeightService
 from common import logs
 from common.clock import SystemClock

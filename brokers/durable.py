@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from brokers.conduct import Facts
 from brokers.journal import Event, Journal, number_of, segments
 from brokers.noted import NotedLedger
 from brokers.record import Limits, StageSpec
 from brokers.recovery import replay, state_of
 from brokers.roster import Member
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from brokers.service import Message, Outgoing
-from brokers.store import MemoryStore
+from brokers.store import MemoryStore, Store
 from common.errors import WireError
 from common.header import Header, Item
 from common.section import Section
@@ -26,28 +27,44 @@ RETRY_SECONDS = 0.5
 """between two tries to write to a disk that was full"""
 
 
-class _NotingStore(MemoryStore):
-    """Tells of every section that it takes over."""
+class _NotingStore:
+    """A store that tells of every section that it takes over."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.read, self.free = store.read, store.free
         self.on_keep: Callable[[str, Section], None] = lambda _group, _section: None
 
+    @property
+    def bytes(self) -> int:
+        return self._store.bytes
+
     def keep(self, group: str, section: Section) -> None:
-        super().keep(group, section)
+        self._store.keep(group, section)
         self.on_keep(group, section)
+
+    def __len__(self) -> int:
+        return len(self._store)
 
 
 class DurableService(SampleService):
     """A sample broker with a journal. What the journal's folder holds of this run happens again first."""
 
-    def __init__(self, facts: Facts, stages: Iterable[StageSpec], limits: Limits, journal: Journal, now: float) -> None:
-        stages = list(stages)
-        super().__init__(facts, stages, limits)
-        store = _NotingStore()
-        self.journal, self.store = journal, store
-        self.ledger = ledger = NotedLedger(stages, limits, store.free)
-        recovered = replay(journal.folder, ledger, store, now)
+    def __init__(
+        self,
+        facts: Facts,
+        stages: Iterable[StageSpec],
+        limits: Limits,
+        journal: Journal,
+        now: float,
+        store: Store | None = None,
+    ) -> None:
+        noting = _NotingStore(MemoryStore() if store is None else store)
+        super().__init__(facts, stages, limits, noting, NotedLedger)
+        assert isinstance(self.ledger, NotedLedger), "asked for"
+        self.journal, self._noted = journal, self.ledger
+        ledger = self.ledger
+        recovered = replay(journal.folder, ledger, noting, now)
         self._began = recovered.began
         self._number = 0  # of the segment that is being written
         self._restore(recovered.run)
@@ -57,7 +74,7 @@ class DurableService(SampleService):
         self._durable_seq = dict(ledger.next_seq)
         self._retry_at = now
         self._events: list[Section] = []
-        store.on_keep, ledger.note = self._kept, self._note
+        noting.on_keep, ledger.note = self._kept, self._note
         self._rotate()
 
     @property
@@ -134,7 +151,7 @@ class DurableService(SampleService):
         live = self.ledger.books.records
         self._began = {group: number for group, number in self._began.items() if group in live}
         self._told = self._service_state()
-        state = {**state_of(self.ledger), "run": self.run, "service": self._told}
+        state = {**state_of(self._noted), "run": self.run, "service": self._told}
         self._number = self.journal.rotate(state)
         oldest = min(self._began.values(), default=self._number)
         if self.journal.commit():

@@ -17,7 +17,7 @@ import structlog
 from brokers.journal import Event, Recovery, recover, segments
 from brokers.noted import NotedLedger
 from brokers.record import Counts, Lease
-from brokers.store import MemoryStore
+from brokers.store import Store
 from common.group import GroupKey
 
 
@@ -73,7 +73,7 @@ def _first(folder: Path) -> list[tuple[int, Event]]:
     return []
 
 
-def replay(folder: Path, ledger: NotedLedger, store: MemoryStore, now: float) -> Recovered:
+def replay(folder: Path, ledger: NotedLedger, store: Store, now: float) -> Recovered:
     """Let everything that `folder` tells happen to a fresh ledger and an empty store; log what was found."""
     began, found, recovered = time.perf_counter(), Recovery(), Recovered()
     for number, event in recover(folder, found):
@@ -97,7 +97,7 @@ def replay(folder: Path, ledger: NotedLedger, store: MemoryStore, now: float) ->
     return recovered
 
 
-def _happen(ledger: NotedLedger, store: MemoryStore, event: Event, now: float) -> None:
+def _happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None:
     """Let one event happen again. Groups and leases that are not here belong to segments that were dropped."""
     body, group = event.body, event.group
     infos = [section.info for section in event.sections]

@@ -1,17 +1,15 @@
 """The sample broker: verbs over the ledger, bytes over the store, and requests that wait."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from brokers import refusals
+from brokers.conduct import Facts, RunService
 from brokers.ledger import Ledger
 from brokers.record import TRAINER, Grant, Limits, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
-from brokers.service import Message, Service, refusal
-from brokers.store import MemoryStore
-from brokers.turn import Turn
+from brokers.service import Message, refusal
+from brokers.store import MemoryStore, Store
 from brokers.waiting import Waiting, WaitingRoom
 from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
@@ -19,29 +17,20 @@ from common.header import Header, Item, attach
 from common.section import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What HELLO tells a worker: the run, its resolved configuration (JSON) and its folder (absolute path)."""
-
-    run: str
-    config: str
-    folder: str
-
-
-class SampleService(Service):
+class SampleService(RunService):
     """One run's groups. See `brokers.ledger` for what the verbs mean."""
 
-    def __init__(self, facts: Facts, stages: Iterable[StageSpec], limits: Limits) -> None:
-        super().__init__(facts.run, "samples")
-        self.facts = facts
-        self.store = MemoryStore()
-        self.ledger = Ledger(stages, limits, self.store.free)
-        self.turn = Turn()
-        self.endpoints: dict[str, str] = {}
+    def __init__(
+        self,
+        facts: Facts,
+        stages: Iterable[StageSpec],
+        limits: Limits,
+        store: Store | None = None,
+        kind_of_ledger: type[Ledger] = Ledger,
+    ) -> None:
+        super().__init__(facts, stages, limits, MemoryStore() if store is None else store, kind_of_ledger)
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
         self.adding = WaitingRoom()
-        self.turning = WaitingRoom()
-        self.evaluation = (0, 0)  # how many were asked for, version of the last
         self.verbs |= {
             "add": self._add,
             "lease": self._lease,
@@ -50,35 +39,8 @@ class SampleService(Service):
             "nack": self._nack,
             "fetch": self._fetch,
             "drop": self._drop,
-            "advance": self._advance,
-            "commit": self._commit,
-            "turn": self._turn,
-            "evaluate": self._evaluate,
-            "end_of_data": self._end_of_data,
-            "end": self._end,
             "status": self._status,
         }
-
-    def state(self) -> dict[str, Any]:
-        """Return how far the run is; every reply carries it."""
-        ended = self.ledger.ended
-        state, reason = ended or ("running", "")
-        return {
-            "state": state,
-            "reason": reason,
-            "version": self.ledger.window.version,
-            "endpoints": dict(self.endpoints),
-            "evaluation": list(self.evaluation),
-            "next_seq": dict(self.ledger.next_seq),
-        }
-
-    def welcome(self, member: Member, message: Message) -> dict[str, Any]:
-        """Return the run's configuration; a member with an endpoint is told to everybody from now on."""
-        endpoint = message.text("endpoint")
-        if endpoint:
-            self.endpoints[member.role] = endpoint
-        facts = {"run": self.facts.run, "config": self.facts.config, "folder": self.facts.folder}
-        return {**facts, **self.state()}
 
     def on_beat(self, message: Message) -> None:
         """Leases of a worker that lives run anew."""
@@ -103,14 +65,10 @@ class SampleService(Service):
         for lease in self.ledger.expire(now):
             self.log.warning("lease expired", group=lease.group, stage=lease.stage, worker=lease.worker)
             self.turn.lost(lease.worker)
-        for member in self.roster.fall_silent(now - self.ledger.limits.lease_seconds):
-            self.turn.lost(member.peer)
+        super().on_time(now)
         for room in self.leasing.values():
             for waiting in room.overdue(now):
                 self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
-        for waiting in self.turning.overdue(now):
-            reply = Header("ok", body={**self.state(), "fence": 0})
-            self.reply(waiting.message.peer, waiting.message.header, reply)
         for waiting in self.adding.overdue(now):
             item, _ = waiting.items[0]
             why = self.ledger.room_for(_key(item), item.sections)
@@ -123,7 +81,7 @@ class SampleService(Service):
         while changed:
             self.leasing[changed.pop()].serve(lambda waiting: self._answered(self._try_lease, waiting, now))
         self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
-        self.turning.serve(self._try_turn)
+        super().serve(now)
 
     def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
         try:
@@ -251,43 +209,6 @@ class SampleService(Service):
     def _drop(self, message: Message) -> Header:
         for item in message.header.items:
             self.ledger.drop(item.group, message.text("reason", "dropped"))
-        return Header("ok", body=self.state())
-
-    def _advance(self, message: Message) -> Header:
-        self.ledger.advance(message.integer("version"))
-        return Header("ok", body=self.state())
-
-    def _commit(self, message: Message) -> Header:
-        self.ledger.commit(message.integer("version"))
-        return Header("ok", body=self.state())
-
-    def _turn(self, message: Message) -> Header | None:
-        fence = message.integer("give", 0)
-        if fence:
-            self.turn.give(message.peer, fence)
-            return Header("ok", body=self.state())
-        waiting = Waiting(message, message.now + message.header.deadline_s)
-        if not self._try_turn(waiting):
-            self.turning.add(waiting)
-        return None
-
-    def _try_turn(self, waiting: Waiting) -> bool:
-        message = waiting.message
-        fence = self.turn.take(message.header.stage, message.peer)
-        if fence or self.ledger.ended:
-            self.reply(message.peer, message.header, Header("ok", body={**self.state(), "fence": fence}))
-        return bool(fence or self.ledger.ended)
-
-    def _evaluate(self, message: Message) -> Header:
-        self.evaluation = (self.evaluation[0] + 1, message.integer("version"))
-        return Header("ok", body=self.state())
-
-    def _end_of_data(self, _message: Message) -> Header:
-        self.ledger.end_of_data()
-        return Header("ok", body=self.state())
-
-    def _end(self, message: Message) -> Header:
-        self.ledger.end(message.text("state", "finished"), message.text("reason"))
         return Header("ok", body=self.state())
 
     def _status(self, message: Message) -> Header:

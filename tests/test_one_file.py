@@ -17,7 +17,8 @@ import pytest
 from brokers.__main__ import limits_of
 from brokers.channel import MemoryBroker
 from brokers.client import SampleClient
-from brokers.samples import Facts, SampleService
+from brokers.conduct import Facts
+from brokers.samples import SampleService
 from brokers.weight_client import Follower, WeightClient
 from brokers.weights import WeightService
 from common.clock import SystemClock

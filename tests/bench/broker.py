@@ -31,9 +31,10 @@ sys.path.insert(0, str(ROOT))  # a script finds only its own folder
 
 from brokers.channel import wait  # noqa: E402
 from brokers.client import Leased, Result, SampleClient  # noqa: E402
+from brokers.conduct import Facts  # noqa: E402
 from brokers.dealer import DealerChannel  # noqa: E402
 from brokers.record import Limits, StageSpec  # noqa: E402
-from brokers.samples import Facts, SampleService  # noqa: E402
+from brokers.samples import SampleService  # noqa: E402
 from brokers.service import Message  # noqa: E402
 from common import logs  # noqa: E402
 from common.config import to_json  # noqa: E402

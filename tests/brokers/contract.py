@@ -14,11 +14,12 @@ import zmq.utils.monitor as zmq_monitor
 from brokers import keys
 from brokers.channel import Channel, MemoryBroker, Pending, Pulse, Reply
 from brokers.client import Leased, Result, SampleClient
+from brokers.conduct import Facts
 from brokers.dealer import DealerChannel
 from brokers.keys import BrokerKey, WorkerKey
 from brokers.record import Limits, StageSpec
 from brokers.router import Router
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from brokers.service import Service
 from brokers.weight_client import WeightClient
 from brokers.weights import WeightService
@@ -89,12 +90,22 @@ class Worker(SampleClient):
                 assert self.finish(stage, leases) == []
 
 
-class World(ABC):
-    """A run's brokers. `names`: every channel that was opened."""
+MakeService = Callable[[Facts, Limits], SampleService]
+"""makes the sample broker of a world, which adds the transport"""
+Build = Callable[..., "World"]
+"""`build(groups_per_step, max_staleness, **limits)`: makes a world"""
 
-    def __init__(self, limits: Limits) -> None:
+
+def plain(facts: Facts, limits: Limits) -> SampleService:
+    return SampleService(facts, STAGES, limits)
+
+
+class World(ABC):
+    """A run's brokers."""
+
+    def __init__(self, limits: Limits, service: MakeService = plain) -> None:
         self.clock = ManualClock()
-        self.samples = SampleService(Facts("run-a", to_json(CONFIG), "/runs/a"), STAGES, limits)
+        self.samples = service(Facts("run-a", to_json(CONFIG), "/runs/a"), limits)
         self.weights = WeightService("run-a", 2)
         self.wrap: Callable[[Channel], Channel] = lambda channel: channel
 
@@ -134,8 +145,8 @@ class World(ABC):
 
 
 class MemoryWorld(World):
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, service: MakeService = plain) -> None:
+        super().__init__(limits, service)
         self.brokers = {service: MemoryBroker(service, self.clock) for service in (self.samples, self.weights)}
 
     def open(self, service: Service, name: str, incarnation: str) -> Channel:
@@ -161,8 +172,8 @@ class TcpWorld(World):
 
     keys: tuple[BrokerKey | None, WorkerKey | None] = (None, None)
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, service: MakeService = plain) -> None:
+        super().__init__(limits, service)
         self._routers: dict[Service, Router] = {}
         self._threads: list[threading.Thread] = []
         self._channels: list[DealerChannel] = []
@@ -219,8 +230,8 @@ class TcpWorld(World):
 
 
 class EncryptedWorld(TcpWorld):
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, service: MakeService = plain) -> None:
+        super().__init__(limits, service)
         self.keys = new_keys()
 
 

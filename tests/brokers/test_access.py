@@ -11,11 +11,12 @@ import structlog
 
 from brokers import keys
 from brokers.client import SampleClient
+from brokers.conduct import Facts
 from brokers.dealer import DealerChannel
 from brokers.keys import BrokerKey, WorkerKey
 from brokers.record import Limits
 from brokers.router import Router
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from brokers.service import Service
 from common.clock import SystemClock
 from common.errors import ConfigError, Unreachable

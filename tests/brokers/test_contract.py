@@ -5,8 +5,7 @@ import pytest
 from brokers.channel import wait
 from common.errors import LeaseLost, WireError
 from common.header import Header
-from conftest import Build
-from contract import CONFIG, SECONDS, World
+from contract import CONFIG, SECONDS, Build, World
 
 pytestmark = pytest.mark.contract
 

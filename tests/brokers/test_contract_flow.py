@@ -13,8 +13,7 @@ from brokers.record import Limits
 from common.errors import Damaged, QueueFull, WireError
 from common.group import Group, GroupKey
 from common.header import Header
-from conftest import Build
-from contract import SECONDS, Mangling, MemoryWorld, Worker, World, answer, prompt
+from contract import SECONDS, Build, Mangling, MemoryWorld, Worker, World, answer, prompt
 
 pytestmark = pytest.mark.contract
 

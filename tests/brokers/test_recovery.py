@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from brokers.channel import MemoryBroker
+from brokers.conduct import Facts
 from brokers.durable import DurableService
 from brokers.journal import Journal, segments
 from brokers.record import Limits
 from brokers.recovery import clear_other_runs
-from brokers.samples import Facts
 from common.clock import ManualClock
 from common.config import to_json
 from common.errors import LeaseLost, RelaxError

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from brokers.conduct import Facts
 from brokers.dealer import DealerChannel
 from brokers.durable import DurableService
 from brokers.journal import Journal
 from brokers.record import Limits
 from brokers.router import Router
-from brokers.samples import Facts
 from brokers.service import Message
 from common.clock import ManualClock
 from common.config import to_json

@@ -7,8 +7,9 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from brokers.conduct import Facts
 from brokers.record import Limits
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from brokers.service import Message, Service
 from brokers.weights import WeightService
 from common.config import to_json

@@ -15,10 +15,11 @@ import zmq
 from brokers import sockets
 from brokers.channel import wait
 from brokers.client import SampleClient
+from brokers.conduct import Facts
 from brokers.dealer import DealerChannel
 from brokers.record import Limits
 from brokers.router import Router
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from common.clock import ManualClock
 from common.errors import ConfigError, Unreachable, WireError, WorkerError
 from common.group import GroupKey

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from brokers import keys
+from brokers.conduct import Facts
 from brokers.record import Limits
 from brokers.router import Router
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from common import config as settings
 from common.clock import SystemClock
 from common.errors import ConfigError

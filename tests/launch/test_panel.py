@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from brokers.__main__ import limits_of
+from brokers.conduct import Facts
 from brokers.record import StageSpec
 from brokers.report import describe
 from brokers.roster import Member
-from brokers.samples import Facts, SampleService
+from brokers.samples import SampleService
 from common.clock import ManualClock
 from launch.panel import Panel
 from launch.screen import duration, sparkline, state_word

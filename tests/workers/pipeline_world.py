@@ -13,7 +13,8 @@ import numpy as np
 from brokers.__main__ import limits_of
 from brokers.channel import MemoryBroker, MemoryChannel, Pending
 from brokers.client import Leased, SampleClient
-from brokers.samples import Facts, SampleService
+from brokers.conduct import Facts
+from brokers.samples import SampleService
 from brokers.weight_client import Follower, WeightClient
 from brokers.weights import WeightService
 from common.clock import Clock, ManualClock
