@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-COLUMNS = ("name", "value", "unit", "against", "target", "met")
+COLUMNS = ("name", "value", "unit", "spread", "against", "target", "met")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`against`: what the value is compared with. `target` and `met` are empty where nothing is promised."""
+    """`against`: what the value is compared with. `target` and `met` are empty where nothing is promised.
+
+    `spread`: how much worse the median repetition was than the best, which is the value; None for what is counted.
+    """
 
     name: str
     value: float
@@ -19,11 +22,17 @@ class Row:
     against: str = ""
     target: str = ""
     met: bool | None = None
+    spread: float | None = None
 
 
 def at_least(name: str, value: float, unit: str, against: str, target: float) -> Row:
     """Return a row whose value should reach `target`."""
     return Row(name, value, unit, against, f">= {target:g}", value >= target)
+
+
+def at_most(name: str, value: float, unit: str, against: str, target: float) -> Row:
+    """Return a row whose value should not exceed `target`."""
+    return Row(name, value, unit, against, f"<= {target:g}", value <= target)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -41,14 +50,14 @@ def report(rows: Sequence[Row], path: Path | None) -> None:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return the table; numbers stand right, everything else left."""
+    """Return the table; numbers stand right, everything else left. A column that is empty in every row is left out."""
     lines = [COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    right = COLUMNS.index("value")
+    used = [place for place in range(len(COLUMNS)) if any(line[place] for line in lines[1:])]
+    widths = {place: max(len(line[place]) for line in lines) for place in used}
+    right = {COLUMNS.index("value"), COLUMNS.index("spread")}
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if column == right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            line[place].rjust(widths[place]) if place in right else line[place].ljust(widths[place]) for place in used
         ).rstrip()
         for line in lines
     )
@@ -56,7 +65,8 @@ def text(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     met = "" if row.met is None else "yes" if row.met else "NO"
-    return row.name, _number(row.value), row.unit, row.against, row.target, met
+    spread = "" if row.spread is None else f"{100 * row.spread:+.0f} %"
+    return row.name, _number(row.value), row.unit, spread, row.against, row.target, met
 
 
 def _number(value: float) -> str:
