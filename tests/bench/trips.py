@@ -210,19 +210,23 @@ def _tcp() -> dict[str, Any]:
 
 def _routes(folder: Path, workload: str, size: int, stack: contextlib.ExitStack) -> dict[str, Route]:
     shared = shared_memory()
-    routes: dict[str, Route] = {"TCP": RelaxQ(folder / "tcp", workload, _tcp())}
-    if shared is not None:
-        routes["shared memory"] = RelaxQ(folder / "shm", workload, shared)
-    routes["pyzmq"] = Bare(workload)
-    routes["memcpy"] = Memcpy(size)
-    if workload != "images":
-        routes["TCP, encrypted"] = RelaxQ(folder / "curve", workload, _tcp(), encrypt=True)
-    if workload == "small":
-        routes["TCP, journal"] = RelaxQ(folder / "journal", workload, {**_tcp(), "journal": True})
-        durable = {"journal": True, "journal_fsync": True}
-        routes["TCP, journal with fsync"] = RelaxQ(folder / "fsync", workload, {**_tcp(), **durable})
-    for route in routes.values():
+    routes: dict[str, Route] = {}
+
+    def add(name: str, route: Route) -> None:
+        routes[name] = route
         stack.callback(route.close)
+
+    add("TCP", RelaxQ(folder / "tcp", workload, _tcp()))
+    if shared is not None:
+        add("shared memory", RelaxQ(folder / "shm", workload, shared))
+    add("pyzmq", Bare(workload))
+    add("memcpy", Memcpy(size))
+    if workload != "images":
+        add("TCP, encrypted", RelaxQ(folder / "curve", workload, _tcp(), encrypt=True))
+    if workload == "small":
+        add("TCP, journal", RelaxQ(folder / "journal", workload, {**_tcp(), "journal": True}))
+        durable = {"journal": True, "journal_fsync": True}
+        add("TCP, journal with fsync", RelaxQ(folder / "fsync", workload, {**_tcp(), **durable}))
     return routes
 
 
