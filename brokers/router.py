@@ -17,6 +17,8 @@ TICK_SECONDS = 0.05
 """how often time passes for a service that hears nothing"""
 TOGETHER = 64
 """messages whose replies may wait for one another"""
+TOGETHER_SECONDS = 0.001
+"""how long a reply may wait for the handling of messages that have arrived already"""
 
 
 class Router:
@@ -71,30 +73,45 @@ class Router:
     def _receive(self, until: float) -> None:
         """Handle what has arrived: one poll serves many messages, but no longer than `until`, when a tick is due.
 
-        Replies that wait for something (a journal's commit) wait for that of up to `TOGETHER` messages.
+        Replies leave together, for up to `TOGETHER` messages that were here already: waking ZeroMQ's own thread costs more
+        than handling a header. They wait `TOGETHER_SECONDS` for that at most, unless they wait for a journal's commit.
         """
-        together = 0
-        while self._clock.now() < until:
-            try:
-                parts = cast(list[Any], self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-            except zmq.Again:
+        together, release_at = 0, 0.0
+        while (now := self._clock.now()) < until:
+            message = self._next(now)
+            if message is None:
                 break
-            peer = bytes(parts[0].buffer).decode("utf-8", "replace")
-            try:
-                if len(parts) < 2:
-                    raise WireError(f"message of {len(parts)} frames from {peer!r}")
-                header = unpack(parts[1].buffer)
-            except WireError as error:
-                self._service.on_malformed(error)
-                continue
-            frames = [frame.buffer for frame in parts[2:]]
-            self._service.take(Message(peer, header, frames, self._clock.now()))
+            self._service.take(message)
             together += 1
-            if not self._service.holding or together >= TOGETHER:
-                self._send(self._service.release(self._clock.now()))
+            if together == 1:
+                release_at = now + TOGETHER_SECONDS
+            if together >= TOGETHER or (now >= release_at and not self._service.holding):
+                self._send(self._service.release(now))
                 together = 0
         if together:
             self._send(self._service.release(self._clock.now()))
+
+    def _next(self, now: float) -> Message | None:
+        """Return the next message that can be read, or None when there is none; count those that cannot."""
+        socket = self._socket
+        while True:
+            try:
+                peer = socket.recv(zmq.NOBLOCK).decode("utf-8", "replace")
+            except zmq.Again:
+                return None
+            frames: list[Any] = []  # without a copy: sections are large
+            try:
+                if not socket.getsockopt(zmq.RCVMORE):
+                    raise WireError(f"message of 1 frame from {peer!r}")
+                header = cast(Any, socket.recv(zmq.NOBLOCK, copy=False))
+                more = header.more
+                while more:
+                    frame = cast(Any, socket.recv(zmq.NOBLOCK, copy=False))
+                    more = frame.more
+                    frames.append(frame.buffer)
+                return Message(peer, unpack(header.buffer), frames, now)
+            except WireError as error:
+                self._service.on_malformed(error)
 
     def _send(self, outgoing: list[Outgoing], *, again: bool = False) -> None:
         if again:
@@ -103,9 +120,13 @@ class Router:
             if out.peer in self._unsent:
                 self._unsent[out.peer].append(out)
                 continue
+            message = [out.peer.encode(), pack(out.header), *out.frames]
             try:
-                message = [out.peer.encode(), pack(out.header), *out.frames]
-                self._socket.send_multipart(message, zmq.NOBLOCK, copy=False)
+                if out.frames:
+                    self._socket.send_multipart(message, zmq.NOBLOCK, copy=False)
+                else:
+                    self._socket.send(message[0], zmq.NOBLOCK | zmq.SNDMORE)
+                    self._socket.send(message[1], zmq.NOBLOCK)
             except zmq.Again:
                 # Its pipe is at the high-water mark: kept in order and sent at the next tick.
                 self._unsent[out.peer] = [out]

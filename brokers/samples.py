@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from brokers import refusals
 from brokers.conduct import Facts, RunService
 from brokers.ledger import Ledger
-from brokers.record import TRAINER, Grant, Limits, StageSpec
+from brokers.record import ROLLOUT, TRAINER, Grant, Limits, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
 from brokers.service import Message, refusal
@@ -79,9 +79,21 @@ class SampleService(RunService):
         """Answer waiting requests for which something changed."""
         changed = self.ledger.books.changed
         while changed:
-            self.leasing[changed.pop()].serve(lambda waiting: self._answered(self._try_lease, waiting, now))
-        self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
+            room = self.leasing[changed.pop()]
+            room.serve(lambda waiting: self._answered(self._try_lease, waiting, now), last_hope=self._nobody_can)
+        if self.adding:
+            self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), last_hope=lambda _: True)
         super().serve(now)
+
+    def _nobody_can(self, waiting: Waiting) -> bool:
+        """Whether, when this request for a lease finds nothing, those behind it find nothing either.
+
+        Only rollout workers with newer weights and trainers with other wishes could be luckier.
+        """
+        stage = waiting.message.header.stage
+        if stage == ROLLOUT:
+            return waiting.message.integer("version", 0) >= self.ledger.window.version
+        return stage != TRAINER
 
     def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
         try:

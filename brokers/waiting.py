@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from brokers.service import Message
 from common.header import Item
@@ -18,40 +19,55 @@ class Waiting:
 
 
 class WaitingRoom:
-    """First come, first served."""
+    """First come, first served. What a message costs here does not depend on how many wait."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting] = []
+        self._waiting: dict[int, Waiting] = {}  # by number, in order of arrival
+        self._by_peer: dict[str, set[int]] = {}
+        self._last = 0
+        self._none_before = inf  # no deadline is earlier than this
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, waiting: Waiting) -> None:
         """Let a request wait."""
-        self._waiting.append(waiting)
+        self._last += 1
+        self._waiting[self._last] = waiting
+        self._by_peer.setdefault(waiting.message.peer, set()).add(self._last)
+        self._none_before = min(self._none_before, waiting.until)
 
-    def serve(self, answered: Callable[[Waiting], bool], *, in_line: bool = False) -> None:
-        """Try every request; `in_line`: stop at the first that must go on waiting."""
-        kept: list[Waiting] = []
-        blocked = False
-        for waiting in self._waiting:
-            if blocked or not answered(waiting):
-                kept.append(waiting)
-                blocked = in_line
-        self._waiting = kept
+    def serve(
+        self, answered: Callable[[Waiting], bool], *, last_hope: Callable[[Waiting], bool] = lambda _: False
+    ) -> None:
+        """Try every request. `last_hope`: no request behind one that must go on waiting can be answered either."""
+        if not self._waiting:
+            return
+        done: list[int] = []
+        for number, waiting in self._waiting.items():
+            if answered(waiting):
+                done.append(number)
+            elif last_hope(waiting):
+                break
+        for number in done:
+            self._remove(number)
 
     def overdue(self, now: float) -> list[Waiting]:
         """Remove and return the requests whose deadline has passed."""
-        over = [waiting for waiting in self._waiting if waiting.until <= now]
-        self._waiting = [waiting for waiting in self._waiting if waiting.until > now]
+        if now < self._none_before:
+            return []
+        over = [self._remove(number) for number, waiting in list(self._waiting.items()) if waiting.until <= now]
+        self._none_before = min((waiting.until for waiting in self._waiting.values()), default=inf)
         return over
 
     def withdraw(self, peer: str) -> list[Waiting]:
-        """Remove and return the requests of a peer, because it asks anew."""
-        mine = [waiting for waiting in self._waiting if waiting.message.peer == peer]
-        self.leave(peer)
-        return mine
+        """Remove and return the requests of a peer, because it asks anew or is gone."""
+        return [self._remove(number) for number in sorted(self._by_peer.get(peer, ()))]
 
-    def leave(self, peer: str) -> None:
-        """Forget the requests of a peer that is gone."""
-        self._waiting = [waiting for waiting in self._waiting if waiting.message.peer != peer]
+    def _remove(self, number: int) -> Waiting:
+        waiting = self._waiting.pop(number)
+        mine = self._by_peer[waiting.message.peer]
+        mine.discard(number)
+        if not mine:
+            del self._by_peer[waiting.message.peer]
+        return waiting

@@ -53,7 +53,7 @@ class WeightService(Service):
         del now
         if self._draft is not None and self._draft.peer == member.peer:
             self._draft = None
-        self._asking.leave(member.peer)
+        self._asking.withdraw(member.peer)
 
     def on_time(self, now: float) -> None:
         """Tell those who waited for a newer version that there is none yet."""

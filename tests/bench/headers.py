@@ -1,7 +1,7 @@
 """The header path: leases and acknowledgements of groups that carry no bytes, through the real router over TCP.
 
 A broker process serves simulated workers, each a DEALER of its own in this process. 64 requests are under way at any
-time, so the broker never waits for anybody. One lease and its ack count as one pair, and each is a message with an answer
+time, so the broker never waits for anybody. One lease and its ack count as one pair; each is a message with an answer,
 unless a row says that they go in batches. The rate is pairs per second of processor time of the broker, all its threads
 together: what one core does, whatever else the machine is busy with. Consumed groups are replaced, unmeasured, so that
 the depth stays what the row says.

@@ -2,13 +2,13 @@
 
     python tests/bench/side.py {put|get|bare-put|bare-get|bare-relay} WORKLOAD [--address A] [--key FILE]
 
-`put` and `get` are workers of a sample broker: columns go in at one and come out at the other. The `bare-` ones move the
-same encoded sections with nothing but pyzmq through a process that keeps what it is put and sends it to who gets.
+`put` and `get` are workers of a sample broker: columns go in at one and come out at the other. The `bare-` ones move
+the same encoded sections with nothing but pyzmq through a process that keeps what it is put and sends it to who gets.
 """
 
 import argparse
-import socket
 import os
+import socket
 import sys
 import time
 from pathlib import Path

@@ -23,7 +23,7 @@ from tensordict import NonTensorStack, TensorDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a script finds only its own folder
 
-from tests.bench.workloads import WORKLOADS, Column, same  # noqa: E402
+from tests.bench.workloads import WORKLOADS, Column, same
 
 
 def tensors(columns: dict[str, Column]) -> TensorDict:
@@ -61,8 +61,10 @@ class End:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do one half of a round trip, or check what came out of the last one."""
         if "check" in request:
-            found = {part: {name: rows_of(got[name]) for name in got.keys()} for part, got in self._got.items()}
-            return {"equal": all(same(found[p][n], rows) for p, part in self._parts.items() for n, rows in part.items())}
+            found = {part: {name: rows_of(got[name]) for name in self._parts[part]} for part, got in self._got.items()}
+            return {
+                "equal": all(same(found[p][n], rows) for p, part in self._parts.items() for n, rows in part.items())
+            }
         if request["workload"] != self._workload:
             self._prepare(request["workload"])
         return self._put() if self._kind == "put" else self._get()
