@@ -35,16 +35,21 @@ check: $(VENV)/.dev
 	$(BIN)/codespell common brokers workers launch configs tests README.md Makefile pyproject.toml
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-peers: .venv-peers/.installed
+peers: .venv-peers/.installed .venv-transferqueue/.installed
 
 .venv-peers/.installed: tests/bench/peers/trl.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/bench/peers/trl.txt
 	touch $@
 
+.venv-transferqueue/.installed: tests/bench/peers/transferqueue.txt
+	test -x .venv-transferqueue/bin/python || $(PYTHON) -m venv .venv-transferqueue
+	.venv-transferqueue/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 bench: $(VENV)/.dev peers
-	$(BIN)/python tests/bench/broker.py
+	$(BIN)/python tests/bench/broker.py --peers .venv-transferqueue/bin/python
 	$(BIN)/python tests/bench/e2e.py --peers .venv-peers/bin/python
 
 clean:
-	rm -rf $(VENV) .venv-peers runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-transferqueue runs .pytest_cache .ruff_cache .hypothesis

@@ -73,8 +73,8 @@ class Router:
     def _receive(self, until: float) -> None:
         """Handle what has arrived: one poll serves many messages, but no longer than `until`, when a tick is due.
 
-        Replies leave together, for up to `TOGETHER` messages that were here already: waking ZeroMQ's own thread costs more
-        than handling a header. They wait `TOGETHER_SECONDS` for that at most, unless they wait for a journal's commit.
+        Replies leave together, for up to `TOGETHER` messages that were here already: waking ZeroMQ's own thread costs
+        more than handling a header. They wait `TOGETHER_SECONDS` for that, or longer for a journal's commit.
         """
         together, release_at = 0, 0.0
         while (now := self._clock.now()) < until:

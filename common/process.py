@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from common.allocator import keep_freed_memory
 from common.errors import RelaxError
 
 
@@ -46,6 +47,7 @@ class Stop:
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run an entry point: an error of ours becomes one line on stderr (a line each mistake) and its exit code."""
+    keep_freed_memory()
     try:
         code = main() or 0
     except RelaxError as error:

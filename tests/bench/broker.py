@@ -3,11 +3,12 @@
     python tests/bench/broker.py [--peers PYTHON] [--json FILE] [--quick]
 
 `--peers` is the Python of an environment with `tests/bench/peers/transferqueue.txt`; without it nobody is compared with
-TransferQueue. See `trips` for round trips, `headers` for leases and acknowledgements, `media` for images. Ratios are what
-counts: times are those of this machine, now. A value is the best of several repetitions; `spread` says how much worse
-their median was.
+TransferQueue. See `trips` for round trips, `headers` for leases and acknowledgements, `media` for images. Ratios are
+what counts: times are those of this machine, now. A value is the best of several repetitions; `spread` says how much
+worse their median was.
 """
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -20,10 +21,17 @@ sys.path.insert(0, str(ROOT))  # a script finds only its own folder
 from common import logs  # noqa: E402
 from tests.bench import headers, media, table, trips  # noqa: E402
 
-ROUNDS, QUICK_ROUNDS = 25, 2
+ROUNDS, QUICK_ROUNDS = 25, 1
 DEPTHS, QUICK_DEPTHS = (1_000, 100_000, 1_000_000), (1_000, 5_000)
 WORKERS, QUICK_WORKERS = (1, 100, 1_000), (1, 20)
 BURSTS, QUICK_BURSTS = 10, 2
+
+
+def recovered(home: Path, gigabytes: float, events: int) -> list[table.Row]:
+    """Return how soon a killed broker is back, where `recovery` can tell."""
+    if importlib.util.find_spec("tests.bench.recovery") is None:
+        return []
+    return importlib.import_module("tests.bench.recovery").recovery(gigabytes, events, home)
 
 
 def main() -> None:
@@ -32,6 +40,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment with TransferQueue")
     parser.add_argument("--units", type=int, default=1, help="storage units of TransferQueue; 1 is its best on a host")
     parser.add_argument("--quick", action="store_true", help="less of everything, in less than a minute: no figures")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="that a broker has journaled when it is killed")
     args = parser.parse_args()
     logs.configure("bench", level="warning")
     rounds, bursts = (QUICK_ROUNDS, QUICK_BURSTS) if args.quick else (ROUNDS, BURSTS)
@@ -44,6 +53,7 @@ def main() -> None:
         if peer is not None:
             stack.callback(peer.close)
         rows += trips.rows(home, peer, rounds)
+        rows += recovered(home, *((0.05, 2_000) if args.quick else (args.gigabytes, 100_000)))
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     table.report(rows, args.json)
 

@@ -1,4 +1,4 @@
-"""Processes that a benchmark talks with: one line of JSON in, one line of JSON out, and no answer waited for in vain."""
+"""Processes that a benchmark talks with: one line of JSON in, one line of JSON out, and no wait without an end."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,11 @@ class Driver:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=everything, cwd=ROOT
         )
-        self.told = self._answer()
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """What the process said when it was there: whoever starts several waits for them afterwards."""
+        return self._answer()
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request and return the answer; raises `RuntimeError` when none comes."""
@@ -42,6 +47,7 @@ class Driver:
 
     def begin(self, **request: Any) -> None:
         """Send a request."""
+        assert self.told is not None, "it is there"
         assert self._process.stdin is not None, "a pipe was asked for"
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()

@@ -1,6 +1,6 @@
 """One end of a round trip, in a process of its own; `trips` starts two or three of them and asks them in turns.
 
-    python tests/bench/side.py {put|get|bare-put|bare-get|bare-relay} WORKLOAD [--address A] [--key FILE]
+    python tests/bench/side.py {put|get|bare-put|bare-get|bare-relay} WORKLOAD [--address A] [--key FILE] [--keep]
 
 `put` and `get` are workers of a sample broker: columns go in at one and come out at the other. The `bare-` ones move
 the same encoded sections with nothing but pyzmq through a process that keeps what it is put and sends it to who gets.
@@ -24,6 +24,7 @@ from brokers.client import Leased, Result, SampleClient  # noqa: E402
 from brokers.dealer import DealerChannel  # noqa: E402
 from brokers.keys import read_worker_key  # noqa: E402
 from common import logs  # noqa: E402
+from common.allocator import keep_freed_memory  # noqa: E402
 from common.group import GroupKey  # noqa: E402
 from tests.bench import sections  # noqa: E402
 from tests.bench.driver import serve  # noqa: E402
@@ -142,7 +143,10 @@ def main() -> None:
     parser.add_argument("workload", choices=list(WORKLOADS))
     parser.add_argument("--address")
     parser.add_argument("--key", type=Path)
+    parser.add_argument("--keep", action="store_true", help="let malloc keep freed memory, as every worker does")
     args = parser.parse_args()
+    if args.keep:
+        keep_freed_memory()
     logs.configure(args.kind, level="warning")
     if args.kind == "bare-relay":
         relay()

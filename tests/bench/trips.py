@@ -29,6 +29,8 @@ from tests.bench.workloads import GROUPS, WORKLOADS
 
 SIDE = str(ROOT / "tests/bench/side.py")
 PEER = str(ROOT / "tests/bench/peers/transferqueue_side.py")
+WARM = 3
+"""turns that do not count"""
 SHARED_BYTES = 1 << 30
 """shared memory that a broker may use for its arenas"""
 
@@ -78,7 +80,7 @@ class RelaxQ:
     def __init__(self, folder: Path, workload: str, settings: Mapping[str, Any], *, encrypt: bool = False) -> None:
         pair = keys.create(folder / "keys") if encrypt else None
         self._broker = BrokerProcess(folder, stages(workload), settings, pair[0] if pair else None)
-        more = ["--address", self._broker.address, *(["--key", str(pair[1])] if pair else [])]
+        more = ["--keep", "--address", self._broker.address, *(["--key", str(pair[1])] if pair else [])]
         command = [sys.executable, SIDE]
         self._ends = [
             Driver([*command, kind, workload, *more], errors=folder / f"{kind}.log") for kind in ("put", "get")
@@ -101,11 +103,14 @@ class RelaxQ:
 
 
 class Bare:
-    """The same encoded sections through bare pyzmq: a process that stores frames and forwards them, without a look."""
+    """The same encoded sections through bare pyzmq: a process that stores frames and forwards them, without a look.
 
-    def __init__(self, workload: str) -> None:
-        self._relay = Driver([sys.executable, SIDE, "bare-relay", workload])
-        more = [workload, "--address", self._relay.told["address"]]
+    `keep`: with the settings of malloc that processes of RelaxQ have, which pyzmq alone does not make.
+    """
+
+    def __init__(self, workload: str, *, keep: bool = False) -> None:
+        self._relay = Driver([sys.executable, SIDE, "bare-relay", workload, *(["--keep"] if keep else [])])
+        more = [workload, "--address", self._relay.told["address"], *(["--keep"] if keep else [])]
         self._put, self._get = (Driver([sys.executable, SIDE, kind, *more]) for kind in ("bare-put", "bare-get"))
 
     def trip(self) -> tuple[float, float]:
@@ -176,9 +181,10 @@ class Memcpy:
         """Nothing is held."""
 
 
-def measure(routes: Mapping[str, Route], rounds: int, warm: int = 3) -> dict[str, Trips]:
+def measure(routes: Mapping[str, Route], rounds: int) -> dict[str, Trips]:
     """Let routes take turns; raises `ValueError` if one of them brings something else than was sent."""
     found = {name: Trips() for name in routes}
+    warm = min(WARM, rounds)
     for number in range(warm + rounds):
         for name, route in routes.items():
             seconds, coding = route.trip()
@@ -228,6 +234,7 @@ def _routes(folder: Path, workload: str, size: int, stack: contextlib.ExitStack)
     if shared is not None:
         add("shared memory", RelaxQ(folder / "shm", workload, shared))
     add("pyzmq", Bare(workload))
+    add("pyzmq with our malloc settings", Bare(workload, keep=True))
     add("memcpy", Memcpy(size))
     if workload != "images":
         add("TCP, encrypted", RelaxQ(folder / "curve", workload, tcp(), encrypt=True))
