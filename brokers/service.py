@@ -5,7 +5,7 @@ A message goes in, messages come out, so the in-memory channel and the socket ru
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import structlog
@@ -170,10 +170,7 @@ class Service:
 
     def reply(self, peer: str, request: Header, reply: Header, frames: tuple[Buffer, ...] = ()) -> None:
         """Queue the answer to a request."""
-        # Not by `replace`, which takes several times as long: this is done for every message.
-        header = Header(
-            reply.verb, self.run, request=request.request, stage=request.stage, items=reply.items, body=reply.body
-        )
+        header = replace(reply, run=self.run, request=request.request, stage=request.stage)
         self._out.append(Outgoing(peer, header, frames, request.verb))
 
     def refuse(self, error: RelaxError) -> Header:
