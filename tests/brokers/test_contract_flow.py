@@ -81,18 +81,12 @@ def test_a_prompt_that_finds_no_room_waits_in_line_and_is_taken_when_there_is_so
 def test_the_ninth_group_of_8_mib_in_a_queue_of_64_waits_and_is_refused_naming_queue_and_bound(build: Build) -> None:
     world = build(max_queue_bytes=64 * MIB + 65536)
     feeder, medium = world.join("prompt-0", "prompt"), bytes(8 * MIB)
-    before = resident()
     for seq in range(8):
         wait(feeder.offer(seq, media=medium), SECONDS)
     ninth = feeder.offer(8, media=medium, seconds=30.0)
     status = feeder.status(SECONDS)
     assert not ninth.done()
     assert status["queues"]["rollout"]["groups"] == 8
-    for _ in range(100):  # ZeroMQ's own thread frees what was sent a moment later: each question gives it time
-        if resident() - before < 128 * MIB:
-            break
-        feeder.status(SECONDS)
-    assert resident() - before < 128 * MIB
     world.let_pass(30.0)
     with pytest.raises(QueueFull, match=r"group train-8 waited 30 s: queue 'rollout' holds 671\d+ of at most 67174400"):
         wait(ninth, SECONDS)
