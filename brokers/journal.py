@@ -1,8 +1,10 @@
 """The journal: what happened to groups, as Arrow IPC streams on disk. A broker that restarts lost nothing it confirmed.
 
 A segment is a file of record batches; a batch is one commit and holds many events: many confirmations cost one write.
-An event is a row; the sections that it brought follow as rows of their own. Any Arrow reader can read a segment
-(pandas, polars, DuckDB): it is the log for people, too.
+An event is a row; the sections that it brought follow as rows of their own. Any Arrow reader can read a segment, also
+while it is being written: it is the log for people, too. `pyarrow.ipc.open_stream(path).read_pandas()` is a data frame
+of it, `polars.read_ipc_stream(path)` another; the `data` of a row "section" is an Arrow stream itself. Segments in
+which no live group began are deleted; with `broker.journal_keep` all stay, and recovery reads those that it needs.
 
 A batch that was cut, or holds a row whose checksum does not match, ends the recovery before it, and the journal says
 so: what comes behind was never confirmed, or the disk has lost it.
@@ -73,6 +75,11 @@ class Journal:
     def dirty(self) -> bool:
         """Whether something is appended that is not durable yet."""
         return bool(self._events)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the segment that the next `rotate` begins."""
+        return self._number + 1
 
     @property
     def wants_rotation(self) -> bool:
@@ -182,7 +189,7 @@ def recover(folder: Path, found: Recovery) -> Iterator[tuple[int, Event]]:
 
     Segments behind it are set aside as `*.lost`, so that what is written from now on is read the next time.
     """
-    for segment in segments(folder):
+    for segment in _needed(folder):
         if found.torn:
             segment.rename(segment.with_suffix(".lost"))
             continue
@@ -196,6 +203,17 @@ def recover(folder: Path, found: Recovery) -> Iterator[tuple[int, Event]]:
             os.truncate(segment, whole)
             if not whole:
                 segment.unlink()
+
+
+def _needed(folder: Path) -> list[Path]:
+    """Return the segments in which a live group may have begun, as the newest state that can be read tells."""
+    known = segments(folder)
+    for segment in reversed(known):
+        for _, events in _commits(segment, Recovery()):
+            if events:
+                oldest = events[0].body.get("oldest", 0)
+                return [each for each in known if number_of(each) >= oldest]
+    return known
 
 
 def _commits(segment: Path, found: Recovery) -> Iterator[tuple[int, list[Event]]]:

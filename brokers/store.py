@@ -1,5 +1,6 @@
 """Where the bytes of sections lie. This one keeps them in memory."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from common.section import Buffer, Section, SectionInfo
@@ -13,6 +14,11 @@ class Store(Protocol):
         """Of all sections that are kept, wherever they lie."""
         ...
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of those that take this process's memory."""
+        ...
+
     def keep(self, group: str, section: Section) -> None:
         """Take over a section; one of the same name is replaced."""
         ...
@@ -23,6 +29,18 @@ class Store(Protocol):
 
     def free(self, group: str, section: str) -> None:
         """Forget a section; one that is not here is left alone."""
+        ...
+
+    def retire(self, group: str, sections: Iterable[str]) -> None:
+        """A group is trained: these sections are needed only if the trainer returns to its last checkpoint."""
+        ...
+
+    def describe(self) -> dict[str, int]:
+        """Return how much lies where, for people."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what outlives the process."""
         ...
 
     def __len__(self) -> int: ...
@@ -50,6 +68,21 @@ class MemoryStore:
         gone = self._data.pop((group, section), None)
         if gone is not None:
             self.bytes -= gone.info.length
+
+    @property
+    def memory_bytes(self) -> int:
+        """All bytes are in memory."""
+        return self.bytes
+
+    def retire(self, group: str, sections: Iterable[str]) -> None:
+        """Everything stays where it is."""
+
+    def describe(self) -> dict[str, int]:
+        """Return how much lies where."""
+        return {"memory_bytes": self.bytes}
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
 
     def __len__(self) -> int:
         return len(self._data)
