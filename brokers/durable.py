@@ -33,7 +33,7 @@ class _NotingStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.read, self.free, self.retire = store.read, store.free, store.retire
-        self.describe, self.close = store.describe, store.close
+        self.adopt, self.describe, self.close = store.adopt, store.describe, store.close
         self.on_keep: Callable[[str, Section], None] = lambda _group, _section: None
 
     @property

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,7 +108,7 @@ class Journal:
         try:
             if self._file is None:
                 self._open()
-            self._write(bytes(_batch(self._events).serialize()))
+            self._write(_batch(self._events).serialize())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -137,14 +138,14 @@ class Journal:
         self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._size = 0
         try:
-            self._write(bytes(SCHEMA.serialize()))
+            self._write(SCHEMA.serialize())
         except OSError:
             os.close(self._file)
             self._file = None
             name.unlink(missing_ok=True)
             raise
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         """Write all of it or nothing: after an error the file is cut back to its last whole batch."""
         assert self._file is not None, "a segment is open"
         view = memoryview(data)
@@ -157,7 +158,7 @@ class Journal:
             os.ftruncate(self._file, self._size)
             os.lseek(self._file, self._size, os.SEEK_SET)
             raise
-        self._size += len(data)
+        self._size += data.size
 
 
 def segments(folder: Path) -> list[Path]:
@@ -193,12 +194,12 @@ def recover(folder: Path, found: Recovery) -> Iterator[tuple[int, Event]]:
         if found.torn:
             segment.rename(segment.with_suffix(".lost"))
             continue
-        whole = 0
+        number, whole = number_of(segment), 0
         for end, events in _commits(segment, found):
             whole = end
             found.events += len(events)
             for event in events:
-                yield number_of(segment), event
+                yield number, event
         if found.torn:
             os.truncate(segment, whole)
             if not whole:
@@ -248,9 +249,8 @@ def _events(batch: pa.RecordBatch) -> list[Event]:
     texts = zip(*(columns[name] for name in ("event", "group", "stage", "body")), strict=True)
     infos = zip(*(columns[name] for name in ("section", "rows", "checksum")), strict=True)
     events: list[Event] = []
-    rows = zip(texts, infos, batch.column("data"), columns["row_checksum"], strict=True)
-    for (kind, group, stage, body), (name, num_rows, checksum), scalar, row_checksum in rows:
-        data = memoryview(scalar.as_buffer())
+    rows = zip(texts, infos, _views(batch.column("data")), columns["row_checksum"], strict=True)
+    for (kind, group, stage, body), (name, num_rows, checksum), data, row_checksum in rows:
         info = SectionInfo(name, num_rows, data.nbytes, checksum)
         if _row_checksum((kind, group, stage, body), info, data) != row_checksum:
             raise ValueError(f"checksum of an event {kind!r} of group {group!r}")
@@ -259,6 +259,14 @@ def _events(batch: pa.RecordBatch) -> list[Event]:
         else:
             events.append(Event(kind, group, stage, json.loads(body), []))
     return events
+
+
+def _views(column: pa.LargeBinaryArray) -> Iterator[memoryview]:
+    """Yield the bytes of each row where they lie; a scalar of Arrow's would hold a copy of them."""
+    _, offsets, data = column.buffers()
+    places = memoryview(offsets).cast("q")[column.offset : column.offset + len(column) + 1]
+    whole = memoryview(b"" if data is None else data)
+    return (whole[start:end] for start, end in pairwise(places))
 
 
 _NOTHING = Section(SectionInfo("", 0, 0, 0), b"")

@@ -77,6 +77,11 @@ class SpillStore:
             self._movable[group, section.name] = section.info
         self._store.keep(group, section)
 
+    def adopt(self, group: str, section: Section) -> None:
+        """Take over a section that lies on disk already."""
+        self.free(group, section.name)
+        self._store.adopt(group, section)
+
     def read(self, group: str, info: SectionInfo) -> Buffer:
         """Return the bytes of a section, read-only if they come from disk; it must be here.
 

@@ -183,7 +183,7 @@ def test_however_little_room_there_is_a_run_always_comes_to_its_next_updates(
         == sum(record.bytes_for(record.sections) for record in run.world.samples.ledger.books.records.values())
     )
     run.worker.end("finished")
-    assert run.worker.status()["store"] == {"memory_bytes": 0, "spilled_bytes": 0, "spilled_files": 0}
+    assert run.worker.status()["bytes"] == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from brokers.channel import wait
@@ -14,7 +15,6 @@ from brokers.journal import Journal, segments
 from brokers.record import Limits
 from common.config import to_json
 from common.header import Header
-from common.section import Buffer
 from contract import CONFIG, SECONDS, STAGES, Worker, answer
 from small_disk import small_disk
 from test_rejoin import Mortal
@@ -117,7 +117,7 @@ def test_a_segment_that_cannot_be_begun_is_begun_later_and_old_ones_go_then(mort
     before, journal = segments(mortal.folder), mortal.service.journal
     written = journal._write  # pyright: ignore[reportPrivateUsage]
 
-    def full_from_now_on(data: Buffer) -> None:
+    def full_from_now_on(data: pa.Buffer) -> None:
         written(data)
         journal._write = written  # pyright: ignore[reportPrivateUsage]
         fill(disk)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from brokers.channel import MemoryBroker
@@ -263,7 +264,7 @@ class Full(Journal):
 
     full = False
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         if Full.full:
             raise OSError(28, "No space left on device")
         super()._write(data)
