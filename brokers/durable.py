@@ -23,6 +23,8 @@ from common.section import Section
 
 CONFIRM_NOTHING = frozenset({"beat", "status", "hello", "bye", ""})
 """verbs whose replies do not wait for the disk; the last is the probe of a name"""
+COMMIT_BYTES = 2 << 20
+"""sections that one commit waits for: more no longer share its cost, and lie in pages that no cache holds any more"""
 RETRY_SECONDS = 0.5
 """between two tries to write to a disk that was full"""
 
@@ -84,13 +86,14 @@ class DurableService(SampleService):
         self._durable_seq = dict(ledger.next_seq)
         self._retry_at = now
         self._events: list[Section] = []
+        self._uncommitted_bytes = 0
         noting.on_keep, ledger.note = self._kept, self._note
         self._rotate()
 
     @property
     def holding(self) -> bool:
-        """Whether something was done that is not durable yet."""
-        return self.journal.dirty
+        """Whether something was done that is not durable yet, and more may share its commit."""
+        return self.journal.dirty and self._uncommitted_bytes < COMMIT_BYTES
 
     def release(self, now: float) -> list[Outgoing]:
         """Make everything durable and return all replies; those that confirm nothing, if that cannot be done now."""
@@ -101,6 +104,7 @@ class DurableService(SampleService):
         if self.journal.full_since is None or now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             if self.journal.commit():
+                self._uncommitted_bytes = 0
                 self._durable_seq = dict(self.ledger.next_seq)
                 if self.journal.wants_rotation:
                     self._rotate()
@@ -161,6 +165,7 @@ class DurableService(SampleService):
     def _kept(self, group: str, section: Section) -> None:
         del group  # bytes are taken over right after the ledger took in what they belong to
         self._events.append(section)
+        self._uncommitted_bytes += section.info.length
 
     def _rotate(self) -> None:
         """Begin a segment with all that must be known, then drop those in front of it that no live group needs."""

@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
 SECTION = "section"
 """kind of the rows that hold an event's sections"""
 
+_decode = json.JSONDecoder().raw_decode  # of a body as it was encoded here: `json.loads` looks for blanks around it
 _log = structlog.get_logger(part="journal")
 
 
@@ -257,7 +258,7 @@ def _events(batch: pa.RecordBatch) -> list[Event]:
         if kind == SECTION:
             cast(list[Section], events[-1].sections).append(Section(info, data))
         else:
-            events.append(Event(kind, group, stage, json.loads(body), []))
+            events.append(Event(kind, group, stage, _decode(body)[0], []))
     return events
 
 
@@ -290,7 +291,10 @@ def _batch(events: Sequence[Event]) -> pa.RecordBatch:
 
 def _row_checksum(texts: Sequence[str], info: SectionInfo, data: Buffer) -> int:
     """Return the checksum of all that a row says."""
-    digest = xxhash.xxh3_64("\0".join((*texts, info.name)).encode())
-    digest.update(info.rows.to_bytes(8, "little") + info.checksum.to_bytes(8, "little"))
+    words = "\0".join((*texts, info.name)).encode()
+    head = words + info.rows.to_bytes(8, "little") + info.checksum.to_bytes(8, "little")
+    if not data:
+        return xxhash.xxh3_64_intdigest(head)
+    digest = xxhash.xxh3_64(head)
     digest.update(data)
     return digest.intdigest()

@@ -113,9 +113,11 @@ class SpillStore:
         return {**self._store.describe(), "spilled_bytes": self._file_bytes, "spilled_files": len(self._files)}
 
     def close(self) -> None:
-        """Delete all files."""
+        """Delete all files, and their folder if nothing else is in it."""
         for file in self._files.values():
             file.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.rmdir()
         self._store.close()
 
     def __len__(self) -> int:

@@ -29,7 +29,6 @@ from brokers.journal import Journal, segments  # noqa: E402
 from brokers.record import Limits, StageSpec  # noqa: E402
 from brokers.service import Message  # noqa: E402
 from common import logs  # noqa: E402
-from common.group import Purpose  # noqa: E402
 from common.header import Header, Item  # noqa: E402
 from common.section import Section, SectionInfo  # noqa: E402
 from tests.bench import table  # noqa: E402
@@ -37,15 +36,12 @@ from tests.bench import table  # noqa: E402
 SECTION_BYTES = 200_000
 TOGETHER = 64
 """messages a commit, as in the broker's loop when it is busy"""
-TRAIN: frozenset[Purpose] = frozenset({"train"})
-STAGES = (
-    StageSpec("rollout", frozenset({"prompt"}), frozenset({"response"}), TRAIN),
-    StageSpec("trainer", frozenset({"response"}), frozenset(), TRAIN),
-)
+ROLLOUT = {"name": "rollout", "requires": ["prompt"], "adds": ["response"], "purposes": ["train"]}
+TRAINER = {"name": "trainer", "requires": ["response"], "adds": [], "purposes": ["train"]}
+STAGES = [StageSpec.from_wire(spec) for spec in (ROLLOUT, TRAINER)]
 
 
 def opened(folder: Path) -> DurableService:
-    """Return a broker that goes on where the journal in `folder` ends."""
     limits = Limits(TOGETHER, max_queue_groups=1 << 40, max_queue_bytes=1 << 60, lease_seconds=1e9)
     journal = Journal(folder, 256 << 20, fsync=False)
     return DurableService(Facts("bench", "{}", "/nowhere"), STAGES, limits, journal, 0.0)
@@ -59,20 +55,14 @@ def say(service: DurableService, verb: str, items: Sequence[Item], *sections: Se
 
 
 def section(name: str, length: int) -> Section:
-    """Return a section of so many zeros."""
     return Section(SectionInfo(name, 1, length, xxhash.xxh3_64_intdigest(bytes(length))), bytes(length))
-
-
-def add(service: DurableService, seq: int, prompt: Section) -> None:
-    """Add a group."""
-    say(service, "add", [Item(f"g{seq}", seq, sections=(prompt.info,))], prompt)
 
 
 def train(service: DurableService, version: int, first: int) -> int:
     """Let `TOGETHER` groups go through the whole pipeline in one update; return the number of events."""
     prompt, response = section("prompt", 1), section("response", 1)
     for seq in range(first, first + TOGETHER):
-        add(service, seq, prompt)
+        say(service, "add", [Item(f"g{seq}", seq, sections=(prompt.info,))], prompt)
     service.release(0.0)
     for item in say(service, "lease", (), stage="rollout", want=TOGETHER, version=version):
         done = replace(item, sections=(response.info,), version_min=version, version_max=version, facts={})
@@ -80,8 +70,8 @@ def train(service: DurableService, version: int, first: int) -> int:
     service.release(0.0)
     for item in say(service, "lease", (), stage="trainer", want=TOGETHER, version=version):
         say(service, "ack", [replace(item, sections=(), facts={})], step=version)
-    say(service, "advance", (), version=version + 1)
-    say(service, "commit", (), version=version + 1)
+    for verb in ("advance", "commit"):
+        say(service, verb, (), version=version + 1)
     service.release(0.0)
     return 6 * TOGETHER + 2  # add, lease, put, ack, lease, ack
 
@@ -92,9 +82,9 @@ def write(folder: Path, num_bytes: int, num_events: int) -> None:
     say(service, "hello", ())
     large, began, seq, events, version = section("prompt", SECTION_BYTES), time.perf_counter(), 0, 0, 0
     while seq * SECTION_BYTES < num_bytes:
-        add(service, seq, large)
+        say(service, "add", [Item(f"g{seq}", seq, sections=(large.info,))], large)
         seq += 1
-        if seq % TOGETHER == 0:
+        if seq % TOGETHER == 0 or not service.holding:
             service.release(0.0)
     service.release(0.0)
     while events < num_events:
@@ -105,46 +95,40 @@ def write(folder: Path, num_bytes: int, num_events: int) -> None:
 
 
 def read(folder: Path) -> None:
-    """Come back, and print how long it took."""
     began = time.perf_counter()
-    service = opened(folder)
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "groups": len(service.ledger.books.records)}))
+    groups = opened(folder).ledger.books.records
+    print(json.dumps({"seconds": time.perf_counter() - began, "groups": len(groups)}), flush=True)
 
 
-def child(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    """Return this script at work on `folder` in a process of its own."""
+def told(folder: Path, *words: str) -> dict[str, Any]:
+    """Let this script work on `folder` in a process of its own; kill it when it has told what it measured."""
     command = [sys.executable, __file__, "--folder", str(folder), *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        child.kill()
+    return json.loads(line)
 
 
-def measure(folder: Path, num_bytes: int, num_events: int) -> list[table.Row]:
-    """Write a journal into `folder`, kill its broker, let another come back, and return the figures."""
-    what = f"{num_bytes / 1e9:g} GB" if num_bytes else f"{num_events:,} events"
-    with child(folder, "--write", f"{num_bytes} {num_events}") as writer:
-        assert writer.stdout is not None
-        written = json.loads(writer.stdout.readline())
-        writer.kill()
-    size = sum(segment.stat().st_size for segment in segments(folder))
-    with child(folder, "--read") as reader:
-        assert reader.stdout is not None
-        back = json.loads(reader.stdout.readline())
-    amount, unit = (size / 1e9, "GB/s") if num_bytes else (written["events"], "events/s")
+def measure(num_bytes: int, num_events: int, parent: Path | None) -> list[table.Row]:
+    """Write a journal, kill its broker, let another come back, and return the figures; the files are deleted."""
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = Path(name)
+        written = told(folder, "--write", f"{num_bytes} {num_events}")
+        size = sum(segment.stat().st_size for segment in segments(folder)) / 1e9
+        back = told(folder, "--read")
+    what = f"journal of {num_bytes / 1e9:g} GB" if num_bytes else f"journal of {num_events:,} events"
+    amount, unit = (size, "GB/s") if num_bytes else (written["events"], "events/s")
     return [
-        table.Row(f"journal of {what}: writing", amount / written["seconds"], unit, f"{size / 1e9:.2f} GB of files"),
-        table.Row(f"journal of {what}: back after kill -9", back["seconds"], "s", f"{back['groups']:,} groups alive"),
-        table.Row(f"journal of {what}: back after kill -9", amount / back["seconds"], unit),
+        table.Row(f"{what}: writing", amount / written["seconds"], unit, f"{size:.2f} GB of files"),
+        table.Row(f"{what}: back after kill -9", back["seconds"], "s", f"{back['groups']:,} groups alive"),
+        table.Row(f"{what}: back after kill -9", amount / back["seconds"], unit),
     ]
 
 
-def recovery(gigabytes: float, events: int, parent: Path | None) -> list[table.Row]:
-    """Return the figures of both journals; their files are deleted."""
-    rows: list[table.Row] = []
-    for num_bytes, num_events in ((int(gigabytes * 1e9), 0), (0, events)):
-        if num_bytes or num_events:
-            with tempfile.TemporaryDirectory(dir=parent) as folder:
-                rows += measure(Path(folder), num_bytes, num_events)
-    return rows
+def recovery(gigabytes: float, events: int, parent: Path | None = None) -> list[table.Row]:
+    """Return the figures of both journals, which are written below `parent`."""
+    return measure(int(gigabytes * 1e9), 0, parent) + measure(0, events, parent)
 
 
 def main() -> None:
@@ -152,7 +136,7 @@ def main() -> None:
     parser = table.parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="journaled as sections of 200 kB")
     parser.add_argument("--events", type=int, default=1_000_000, help="journaled as small events")
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's for temporary files")
+    parser.add_argument("--folder", type=Path, help="where to write; by default that for temporary files")
     parser.add_argument("--write", help="'BYTES EVENTS': be the broker that is killed")
     parser.add_argument("--read", action="store_true", help="be the broker that comes back")
     args = parser.parse_args()

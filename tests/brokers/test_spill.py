@@ -104,6 +104,10 @@ def test_trained_groups_go_to_disk_before_what_comes_in_the_latest_first(tmp_pat
     store.keep("g4", section())
     store.keep("g5", section())
     assert where(store) == (3 * PAGE, 2 * PAGE, 2)  # g2, g3, g4 against g1, g5
+    store.retire("g1", ["media"])  # acknowledged once more, after a trainer came back
+    store.keep("g6", section())
+    assert where(store) == (3 * PAGE, 3 * PAGE, 3)
+    assert len(store) == 6
 
 
 def test_files_of_an_earlier_broker_are_deleted_and_others_left_alone(tmp_path: Path) -> None:
