@@ -19,6 +19,8 @@ from brokers.record import Limits, StageSpec
 from brokers.recovery import clear_other_runs
 from brokers.router import Router
 from brokers.samples import SampleService
+from brokers.spill import SpillStore
+from brokers.store import MemoryStore
 from brokers.weights import WeightService
 from common import logs
 from common.clock import SystemClock
@@ -43,6 +45,7 @@ def limits_of(config: Config) -> Limits:
         max_attempts=broker.max_attempts,
         max_queue_groups=broker.max_queue_groups or 2 * window,
         max_queue_bytes=broker.max_queue_bytes,
+        max_bytes=broker.max_bytes,
         in_order=config.deterministic,
     )
 
@@ -63,14 +66,16 @@ def serve_samples(args: argparse.Namespace, stop: Stop) -> None:
     clock = SystemClock()
     stages = [StageSpec.from_wire(spec) for spec in plan["stages"]]
     port = config.broker.port if args.port is None else args.port
+    store = SpillStore(MemoryStore(), Path(facts.folder) / "spill", config.broker.memory_bytes)
     if config.broker.journal:
         folder = Path(facts.folder) / "journal"
         clear_other_runs(folder, facts.run)
         journal = Journal(folder, config.broker.journal_segment_bytes, fsync=config.broker.journal_fsync)
-        service = DurableService(facts, stages, limits_of(config), journal, clock.now())
+        keep = config.broker.journal_keep
+        service = DurableService(facts, stages, limits_of(config), journal, clock.now(), store, keep=keep)
         port = _port_of(args.announce, facts.run) or port
     else:
-        service = SampleService(facts, stages, limits_of(config))
+        service = SampleService(facts, stages, limits_of(config), store)
     endpoint = f"tcp://{args.host or config.broker.host}:{port}"
     router = Router(service, endpoint, clock, config.broker.high_water_mark, key)
     service.log.info("serving", run=facts.run, address=router.address)

@@ -30,7 +30,7 @@ class Reply:
 Pending: TypeAlias = "Future[Reply]"
 
 
-STATE = ("state", "reason", "version", "endpoints", "evaluation", "next_seq")
+STATE = ("state", "reason", "version", "endpoints", "evaluation", "next_seq", "full", "stalled")
 """what the sample broker says of the run in every reply"""
 
 

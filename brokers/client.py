@@ -216,6 +216,12 @@ class SampleClient:
         return self.channel.pulse.state.get("state", "running") != "running"
 
     @property
+    def held_up(self) -> str:
+        """What the broker waits for before it takes more groups in, as last heard; empty if it takes them."""
+        state = self.channel.pulse.state
+        return str(state.get("stalled") or state.get("full") or "")
+
+    @property
     def version(self) -> PolicyVersion:
         """The trainer's version, as last heard."""
         return int(self.channel.pulse.state.get("version", 0))

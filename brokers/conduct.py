@@ -64,6 +64,10 @@ class RunService(Service):
             "next_seq": dict(self.ledger.next_seq),
         }
 
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
     def welcome(self, member: Member, message: Message) -> dict[str, Any]:
         """Return the run's configuration; a member with an endpoint is told to everybody from now on."""
         endpoint = message.text("endpoint")

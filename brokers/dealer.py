@@ -68,6 +68,7 @@ class DealerChannel:
         self._names = (worker, incarnation)
         self._key = key
         self._heard = False
+        self._stalled = ""
         self._owner = os.getpid()
         self._heartbeat_seconds = heartbeat_seconds
         self._context = zmq.Context()
@@ -224,6 +225,7 @@ class DealerChannel:
                     socket.send(pack(Header("pong", worker=worker, incarnation=incarnation)), zmq.NOBLOCK)
                 continue
             self.pulse.heard(dict(header.body))
+            self._hear_of_stall(str(header.body.get("stalled", "")))
             if header.verb == "error" and header.body.get("kind") == Stranger.__name__ and self._join_again(header):
                 continue
             with self._lock:
@@ -231,6 +233,18 @@ class DealerChannel:
             if request is not None:
                 self._membership.answered(request.header, header)
                 settle(request.pending, Reply(header, tuple(frame.buffer for frame in parts[1:])))
+
+    def _hear_of_stall(self, why: str) -> None:
+        """While the broker says why it answers nobody, requests wait on: they are in good hands."""
+        if why:
+            now = time.monotonic()
+            with self._lock:
+                for request in (*self._waiting.values(), *self._outbox):
+                    request.until = now + request.seconds
+        if bool(why) != bool(self._stalled):
+            said = f"the broker is {why}" if why else "the broker answers again"
+            structlog.get_logger(part="channel").warning(said, endpoint=self.endpoint)
+        self._stalled = why
 
     def _stamped(self, header: Header) -> Header:
         """Return a header with this worker's names and the next number; the lock is held."""

@@ -23,6 +23,8 @@ from common.section import Section
 
 CONFIRM_NOTHING = frozenset({"beat", "status", "hello", "bye", ""})
 """verbs whose replies do not wait for the disk; the last is the probe of a name"""
+COMMIT_BYTES = 2 << 20
+"""sections that one commit waits for: more no longer share its cost, and lie in pages that no cache holds any more"""
 RETRY_SECONDS = 0.5
 """between two tries to write to a disk that was full"""
 
@@ -32,12 +34,17 @@ class _NotingStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.read, self.free = store.read, store.free
+        self.read, self.free, self.retire = store.read, store.free, store.retire
+        self.adopt, self.describe, self.close = store.adopt, store.describe, store.close
         self.on_keep: Callable[[str, Section], None] = lambda _group, _section: None
 
     @property
     def bytes(self) -> int:
         return self._store.bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._store.memory_bytes
 
     def keep(self, group: str, section: Section) -> None:
         self._store.keep(group, section)
@@ -48,7 +55,10 @@ class _NotingStore:
 
 
 class DurableService(SampleService):
-    """A sample broker with a journal. What the journal's folder holds of this run happens again first."""
+    """A sample broker with a journal. What the journal's folder holds of this run happens again first.
+
+    `keep`: delete no segment, also when no live group began in it.
+    """
 
     def __init__(
         self,
@@ -58,11 +68,13 @@ class DurableService(SampleService):
         journal: Journal,
         now: float,
         store: Store | None = None,
+        *,
+        keep: bool = False,
     ) -> None:
         noting = _NotingStore(MemoryStore() if store is None else store)
         super().__init__(facts, stages, limits, noting, NotedLedger)
         assert isinstance(self.ledger, NotedLedger), "asked for"
-        self.journal, self._noted = journal, self.ledger
+        self.journal, self._noted, self._keep_all = journal, self.ledger, keep
         ledger = self.ledger
         recovered = replay(journal.folder, ledger, noting, now)
         self._began = recovered.began
@@ -74,13 +86,14 @@ class DurableService(SampleService):
         self._durable_seq = dict(ledger.next_seq)
         self._retry_at = now
         self._events: list[Section] = []
+        self._uncommitted_bytes = 0
         noting.on_keep, ledger.note = self._kept, self._note
         self._rotate()
 
     @property
     def holding(self) -> bool:
-        """Whether something was done that is not durable yet."""
-        return self.journal.dirty
+        """Whether something was done that is not durable yet, and more may share its commit."""
+        return self.journal.dirty and self._uncommitted_bytes < COMMIT_BYTES
 
     def release(self, now: float) -> list[Outgoing]:
         """Make everything durable and return all replies; those that confirm nothing, if that cannot be done now."""
@@ -91,6 +104,7 @@ class DurableService(SampleService):
         if self.journal.full_since is None or now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             if self.journal.commit():
+                self._uncommitted_bytes = 0
                 self._durable_seq = dict(self.ledger.next_seq)
                 if self.journal.wants_rotation:
                     self._rotate()
@@ -98,6 +112,11 @@ class DurableService(SampleService):
                 return held + out
         self._held += [each for each in out if each.verb not in CONFIRM_NOTHING]
         return [self._confirming_nothing(each) for each in out if each.verb in CONFIRM_NOTHING]
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the run is, and whether everybody waits for the disk."""
+        full = self.journal.full_since is not None
+        return {**super().state(), "stalled": f"waiting for room on the disk of {self.journal.folder}" if full else ""}
 
     def welcome(self, member: Member, message: Message) -> dict[str, Any]:
         """Let a member that comes back keep the leases it knows of, and no other; a successor inherits nothing."""
@@ -125,8 +144,9 @@ class DurableService(SampleService):
                 self.turn.lost(holder)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal and the store."""
         self.journal.close()
+        super().close()
 
     def _each(
         self, items: Sequence[tuple[Item, dict[str, Section]]], act: Callable[[Item, dict[str, Section]], None]
@@ -145,16 +165,17 @@ class DurableService(SampleService):
     def _kept(self, group: str, section: Section) -> None:
         del group  # bytes are taken over right after the ledger took in what they belong to
         self._events.append(section)
+        self._uncommitted_bytes += section.info.length
 
     def _rotate(self) -> None:
         """Begin a segment with all that must be known, then drop those in front of it that no live group needs."""
         live = self.ledger.books.records
         self._began = {group: number for group, number in self._began.items() if group in live}
+        oldest = min(self._began.values(), default=self.journal.next_number)
         self._told = self._service_state()
-        state = {**state_of(self._noted), "run": self.run, "service": self._told}
+        state = {**state_of(self._noted), "run": self.run, "service": self._told, "oldest": oldest}
         self._number = self.journal.rotate(state)
-        oldest = min(self._began.values(), default=self._number)
-        if self.journal.commit():
+        if self.journal.commit() and not self._keep_all:
             for segment in segments(self.journal.folder):
                 if number_of(segment) < oldest:
                     self.journal.drop(number_of(segment))

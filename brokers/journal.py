@@ -1,8 +1,10 @@
 """The journal: what happened to groups, as Arrow IPC streams on disk. A broker that restarts lost nothing it confirmed.
 
 A segment is a file of record batches; a batch is one commit and holds many events: many confirmations cost one write.
-An event is a row; the sections that it brought follow as rows of their own. Any Arrow reader can read a segment
-(pandas, polars, DuckDB): it is the log for people, too.
+An event is a row; the sections that it brought follow as rows of their own. Any Arrow reader can read a segment, also
+while it is being written: it is the log for people, too. `pyarrow.ipc.open_stream(path).read_pandas()` is a data frame
+of it, `polars.read_ipc_stream(path)` another; the `data` of a row "section" is an Arrow stream itself. Segments in
+which no live group began are deleted; with `broker.journal_keep` all stay, and recovery reads those that it needs.
 
 A batch that was cut, or holds a row whose checksum does not match, ends the recovery before it, and the journal says
 so: what comes behind was never confirmed, or the disk has lost it.
@@ -14,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +43,7 @@ SCHEMA = pa.schema(
 SECTION = "section"
 """kind of the rows that hold an event's sections"""
 
+_decode = json.JSONDecoder().raw_decode  # of a body as it was encoded here: `json.loads` looks for blanks around it
 _log = structlog.get_logger(part="journal")
 
 
@@ -75,6 +79,11 @@ class Journal:
         return bool(self._events)
 
     @property
+    def next_number(self) -> int:
+        """Number of the segment that the next `rotate` begins."""
+        return self._number + 1
+
+    @property
     def wants_rotation(self) -> bool:
         """Whether the current segment is above its size: call `rotate` with the state that a reader must know."""
         return self._file is None or self._size >= self._segment_bytes
@@ -100,7 +109,7 @@ class Journal:
         try:
             if self._file is None:
                 self._open()
-            self._write(bytes(_batch(self._events).serialize()))
+            self._write(_batch(self._events).serialize())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -130,14 +139,14 @@ class Journal:
         self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._size = 0
         try:
-            self._write(bytes(SCHEMA.serialize()))
+            self._write(SCHEMA.serialize())
         except OSError:
             os.close(self._file)
             self._file = None
             name.unlink(missing_ok=True)
             raise
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         """Write all of it or nothing: after an error the file is cut back to its last whole batch."""
         assert self._file is not None, "a segment is open"
         view = memoryview(data)
@@ -150,7 +159,7 @@ class Journal:
             os.ftruncate(self._file, self._size)
             os.lseek(self._file, self._size, os.SEEK_SET)
             raise
-        self._size += len(data)
+        self._size += data.size
 
 
 def segments(folder: Path) -> list[Path]:
@@ -182,20 +191,31 @@ def recover(folder: Path, found: Recovery) -> Iterator[tuple[int, Event]]:
 
     Segments behind it are set aside as `*.lost`, so that what is written from now on is read the next time.
     """
-    for segment in segments(folder):
+    for segment in _needed(folder):
         if found.torn:
             segment.rename(segment.with_suffix(".lost"))
             continue
-        whole = 0
+        number, whole = number_of(segment), 0
         for end, events in _commits(segment, found):
             whole = end
             found.events += len(events)
             for event in events:
-                yield number_of(segment), event
+                yield number, event
         if found.torn:
             os.truncate(segment, whole)
             if not whole:
                 segment.unlink()
+
+
+def _needed(folder: Path) -> list[Path]:
+    """Return the segments in which a live group may have begun, as the newest state that can be read tells."""
+    known = segments(folder)
+    for segment in reversed(known):
+        for _, events in _commits(segment, Recovery()):
+            if events:
+                oldest = events[0].body.get("oldest", 0)
+                return [each for each in known if number_of(each) >= oldest]
+    return known
 
 
 def _commits(segment: Path, found: Recovery) -> Iterator[tuple[int, list[Event]]]:
@@ -230,17 +250,24 @@ def _events(batch: pa.RecordBatch) -> list[Event]:
     texts = zip(*(columns[name] for name in ("event", "group", "stage", "body")), strict=True)
     infos = zip(*(columns[name] for name in ("section", "rows", "checksum")), strict=True)
     events: list[Event] = []
-    rows = zip(texts, infos, batch.column("data"), columns["row_checksum"], strict=True)
-    for (kind, group, stage, body), (name, num_rows, checksum), scalar, row_checksum in rows:
-        data = memoryview(scalar.as_buffer())
+    rows = zip(texts, infos, _views(batch.column("data")), columns["row_checksum"], strict=True)
+    for (kind, group, stage, body), (name, num_rows, checksum), data, row_checksum in rows:
         info = SectionInfo(name, num_rows, data.nbytes, checksum)
         if _row_checksum((kind, group, stage, body), info, data) != row_checksum:
             raise ValueError(f"checksum of an event {kind!r} of group {group!r}")
         if kind == SECTION:
             cast(list[Section], events[-1].sections).append(Section(info, data))
         else:
-            events.append(Event(kind, group, stage, json.loads(body), []))
+            events.append(Event(kind, group, stage, _decode(body)[0], []))
     return events
+
+
+def _views(column: pa.LargeBinaryArray) -> Iterator[memoryview]:
+    """Yield the bytes of each row where they lie; a scalar of Arrow's would hold a copy of them."""
+    _, offsets, data = column.buffers()
+    places = memoryview(offsets).cast("q")[column.offset : column.offset + len(column) + 1]
+    whole = memoryview(b"" if data is None else data)
+    return (whole[start:end] for start, end in pairwise(places))
 
 
 _NOTHING = Section(SectionInfo("", 0, 0, 0), b"")
@@ -264,7 +291,10 @@ def _batch(events: Sequence[Event]) -> pa.RecordBatch:
 
 def _row_checksum(texts: Sequence[str], info: SectionInfo, data: Buffer) -> int:
     """Return the checksum of all that a row says."""
-    digest = xxhash.xxh3_64("\0".join((*texts, info.name)).encode())
-    digest.update(info.rows.to_bytes(8, "little") + info.checksum.to_bytes(8, "little"))
+    words = "\0".join((*texts, info.name)).encode()
+    head = words + info.rows.to_bytes(8, "little") + info.checksum.to_bytes(8, "little")
+    if not data:
+        return xxhash.xxh3_64_intdigest(head)
+    digest = xxhash.xxh3_64(head)
     digest.update(data)
     return digest.intdigest()

@@ -1,5 +1,6 @@
 """A ledger that tells what happens to it, in words from which the same ledger can be made again."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ class NotedLedger(Ledger):
     def __init__(self, stages: Iterable[StageSpec], limits: Limits, on_free: Callable[[str, str], None]) -> None:
         super().__init__(stages, limits, on_free)
         self.note: Note = ignore
-        self.acked: list[int] = []
+        self.acked: deque[int] = deque(maxlen=KEPT)
 
     def add(self, key: GroupKey, sections: Sequence[SectionInfo], now: float) -> bool:
         """Take in a group, and note it if it is new."""
@@ -67,7 +68,7 @@ class NotedLedger(Ledger):
         """End a lease with its result, and note it."""
         lease, _ = self.books.held(lease_id, worker)
         super().ack(lease_id, worker, now, step)
-        self.acked = [*self.acked[-KEPT + 1 :], lease_id]
+        self.acked.append(lease_id)
         self.note("ack", lease.group, lease.stage, {"lease": lease_id, "worker": worker, "step": step})
 
     def advance(self, version: PolicyVersion) -> None:

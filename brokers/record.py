@@ -46,6 +46,7 @@ class StageSpec:
 class Limits:
     """The numbers that bound a run. `total_groups`: train groups the run may start, None for no bound.
 
+    `max_bytes`: of all sections of the run, wherever they lie; None for no bound but that of the rollout queue.
     `in_order`: hand groups to the trainer strictly in the order of their prompts (deterministic runs).
     """
 
@@ -56,6 +57,7 @@ class Limits:
     max_attempts: int = 3
     max_queue_groups: int = 4096
     max_queue_bytes: int = 4 << 30
+    max_bytes: int | None = None
     in_order: bool = False
 
 

@@ -40,7 +40,7 @@ def state_of(ledger: NotedLedger) -> dict[str, Any]:
         "data_ended": ledger.data_ended,
         "ended": ledger.ended,
         "last_lease": ledger.books.last_lease,
-        "acked": ledger.acked,
+        "acked": list(ledger.acked),
     }
 
 
@@ -54,7 +54,8 @@ def set_state(ledger: NotedLedger, state: Mapping[str, Any]) -> None:
     ledger.data_ended = state["data_ended"]
     ledger.ended = tuple(state["ended"]) if state["ended"] else None
     ledger.books.last_lease = max(ledger.books.last_lease, state["last_lease"])
-    ledger.acked = list(state["acked"])
+    ledger.acked.clear()
+    ledger.acked.extend(state["acked"])
 
 
 def clear_other_runs(folder: Path, run: str) -> None:
@@ -107,14 +108,14 @@ def _happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None
         case "add":
             ledger.add(GroupKey(group, body["seq"], body["purpose"], body["min_version"]), infos, now)
             for section in event.sections:
-                store.keep(group, section)
+                store.adopt(group, section)
         case "lease" if group in ledger.books.records:
             ledger.resume(Lease(body["lease"], group, event.stage, body["worker"], 0, 0.0), body["deadline"], now)
         case "put" if body["lease"] in ledger.books.leases:
             oldest, newest = body["versions"]
             ledger.put(body["lease"], body["worker"], infos, (oldest, newest), body["tokens"])
             for section in event.sections:
-                store.keep(group, section)
+                store.adopt(group, section)
         case "ack" if body["lease"] in ledger.books.leases:
             ledger.ack(body["lease"], body["worker"], now, body["step"])
         case "back":

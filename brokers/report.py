@@ -29,6 +29,11 @@ def describe(service: SampleService, now: float) -> dict[str, Any]:
         "run": service.run,
         "outstanding": ledger.window.outstanding,
         "bytes": service.store.bytes,
+        "store": service.store.describe(),
+        "waiting_producers": [
+            {"worker": waiting.message.peer, "seconds": round(now - waiting.since, 3), "why": waiting.why}
+            for waiting in service.adding.waiting
+        ],
         "queues": queues,
         "counts": {
             **ledger.counts.to_wire(),

@@ -1,8 +1,9 @@
 """The sample broker: verbs over the ledger, bytes over the store, and requests that wait."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from brokers import refusals
+from brokers import bounds, refusals
 from brokers.conduct import Facts, RunService
 from brokers.ledger import Ledger
 from brokers.record import ROLLOUT, TRAINER, Grant, Limits, StageSpec
@@ -15,6 +16,9 @@ from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
 from common.header import Header, Item, attach
 from common.section import Section
+
+TOLD_AFTER_S = 1.0
+"""a producer that waits longer is told why, and told anew as often"""
 
 
 class SampleService(RunService):
@@ -41,6 +45,10 @@ class SampleService(RunService):
             "drop": self._drop,
             "status": self._status,
         }
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the run is, and why producers wait, if they do."""
+        return {**super().state(), "full": next((waiting.why for waiting in self.adding.waiting if waiting.why), "")}
 
     def on_beat(self, message: Message) -> None:
         """Leases of a worker that lives run anew."""
@@ -69,10 +77,11 @@ class SampleService(RunService):
         for room in self.leasing.values():
             for waiting in room.overdue(now):
                 self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
+        for waiting in self.adding.waiting:
+            self._tell(waiting, now)
         for waiting in self.adding.overdue(now):
-            item, _ = waiting.items[0]
-            why = self.ledger.room_for(_key(item), item.sections)
-            error = QueueFull(f"group {item.group} waited {waiting.message.header.deadline_s:g} s: {why}")
+            group, seconds = waiting.items[0][0].group, waiting.message.header.deadline_s
+            error = QueueFull(f"group {group} waited {seconds:g} s: {self._why_no_room(waiting)}")
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
 
     def serve(self, now: float) -> None:
@@ -114,15 +123,35 @@ class SampleService(RunService):
     def _try_add(self, waiting: Waiting, now: float) -> bool:
         while waiting.items:
             item, sections = waiting.items[0]
-            if self.ledger.room_for(_key(item), item.sections) is not None:
+            if self._full_queue(item) or not bounds.fits(self.ledger, self.store.bytes, _key(item), item.sections):
                 return False
             if self.ledger.add(_key(item), item.sections, now):
                 record = self.ledger.books.records[item.group]
                 for name in record.sections:
                     self.store.keep(item.group, sections[name])
             waiting.items.pop(0)
+        if waiting.why:
+            self.log.info("producer goes on", worker=waiting.message.peer, waited_s=round(now - waiting.since, 1))
+            waiting.why = ""
         self.reply(waiting.message.peer, waiting.message.header, Header("ok", body=self.state()))
         return True
+
+    def _full_queue(self, item: Item) -> str | None:
+        return self.ledger.room_for(_key(item), item.sections)
+
+    def _why_no_room(self, waiting: Waiting) -> str:
+        item, held = waiting.items[0][0], self.store.bytes
+        if not bounds.fits(self.ledger, held, _key(item), item.sections):
+            return bounds.holder(self.ledger, held)
+        return self._full_queue(item) or "waiting behind other producers"
+
+    def _tell(self, waiting: Waiting, now: float) -> None:
+        """Note why a producer waits, for whoever asks, and log it once."""
+        if now - max(waiting.since, waiting.told) < TOLD_AFTER_S:
+            return
+        first, waiting.told, waiting.why = not waiting.why, now, self._why_no_room(waiting)
+        if first:
+            self.log.info("producer waits", worker=waiting.message.peer, why=waiting.why)
 
     def _lease(self, message: Message) -> Header | None:
         header = message.header
@@ -175,10 +204,14 @@ class SampleService(RunService):
 
     def _ack(self, message: Message) -> Header:
         step = message.integer("step", -1)
-        return self._each(
-            [(item, {}) for item in message.header.items],
-            lambda item, _: self.ledger.ack(item.lease, message.peer, message.now, step),
-        )
+
+        def ack(item: Item, _sections: dict[str, Section]) -> None:
+            self.ledger.ack(item.lease, message.peer, message.now, step)
+            record = self.ledger.books.records.get(item.group)
+            if record is not None and record.trained_step is not None:
+                self.store.retire(item.group, record.sections)
+
+        return self._each([(item, {}) for item in message.header.items], ack)
 
     def _nack(self, message: Message) -> Header:
         reason, fault = message.text("reason", "no reason given"), bool(message.header.body.get("fault", True))

@@ -1,6 +1,6 @@
 """Requests that cannot be answered yet: each waits, with its deadline, until something changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,11 +11,21 @@ from common.section import Section
 
 @dataclass(slots=True)
 class Waiting:
-    """A request without an answer. `until`: seconds of the broker's clock. `items`: what of it is still to be done."""
+    """A request without an answer. `until`: seconds of the broker's clock. `items`: what of it is still to be done.
+
+    `why`: what it waits for, once people were told, which was at `told`.
+    """
 
     message: Message
     until: float
     items: list[tuple[Item, dict[str, Section]]] = field(default_factory=list[tuple[Item, dict[str, Section]]])
+    why: str = ""
+    told: float = 0.0
+
+    @property
+    def since(self) -> float:
+        """When it arrived, in seconds of the broker's clock."""
+        return self.message.now
 
 
 class WaitingRoom:
@@ -29,6 +39,11 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        """Who waits, in the order in which they came."""
+        return self._waiting
 
     def add(self, waiting: Waiting) -> None:
         """Let a request wait."""

@@ -150,6 +150,14 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"broker.max_queue_groups = {config.broker.max_queue_groups} is less than the {window} groups that "
             f"max_staleness = {config.max_staleness} and groups_per_step = {config.groups_per_step} keep under way"
         )
+    broker, both = config.broker, {"max_bytes", "max_queue_bytes"}
+    if both <= broker.model_fields_set and broker.max_bytes is not None and broker.max_bytes < broker.max_queue_bytes:
+        yield (
+            f"broker.max_bytes = {broker.max_bytes} bounds all queues together, so "
+            f"broker.max_queue_bytes = {broker.max_queue_bytes} could never be reached"
+        )
+    if broker.journal_keep and not broker.journal:
+        yield "broker.journal_keep = true needs broker.journal = true: there is nothing to keep"
     for role, count in (("reference", config.workers.reference), ("advantage", config.workers.advantage)):
         if config.mode == "hybrid" and count > 1:
             yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"

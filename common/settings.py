@@ -77,7 +77,10 @@ class Workers(Table):
 class Broker(Table):
     """The sample broker. `max_queue_groups`: prompts waiting for rollout, by default twice what may be under way.
 
-    `journal`: survive the broker's death, by files in the run's folder; `journal_fsync`: a power cut, too.
+    `memory_bytes`: sections beyond these go to files in the run's folder. `max_bytes`: sections in memory and files
+    together, above which prompts wait; by default only the rollout queue's own bounds hold them up.
+    `journal`: survive the broker's death, by files in the run's folder; `journal_fsync`: a power cut, too;
+    `journal_keep`: delete none of these files, so that they tell of the whole run.
     """
 
     host: str = "127.0.0.1"
@@ -89,12 +92,15 @@ class Broker(Table):
     max_attempts: int = Field(3, gt=0)
     max_queue_groups: int | None = None
     max_queue_bytes: int = 4 << 30
+    memory_bytes: int = 8 << 30
+    max_bytes: int | None = None
     high_water_mark: int = 64
     journal: bool = False
     journal_segment_bytes: int = Field(256 << 20, gt=0)
     journal_fsync: bool = False
+    journal_keep: bool = False
 
-    @field_validator("max_queue_groups", "max_queue_bytes", "high_water_mark")
+    @field_validator("max_queue_groups", "max_queue_bytes", "memory_bytes", "max_bytes", "high_water_mark")
     @classmethod
     def _is_a_bound(cls, value: int | None) -> int | None:
         if value is not None and value <= 0:

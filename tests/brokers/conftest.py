@@ -11,6 +11,8 @@ from brokers.durable import DurableService
 from brokers.journal import Journal
 from brokers.record import Limits
 from brokers.samples import SampleService
+from brokers.spill import SpillStore
+from brokers.store import MemoryStore
 from contract import STAGES, Build, EncryptedWorld, MakeService, MemoryWorld, TcpWorld, World, plain
 
 TRANSPORTS: dict[str, Callable[[Limits, MakeService], World]] = {
@@ -19,6 +21,8 @@ TRANSPORTS: dict[str, Callable[[Limits, MakeService], World]] = {
     "encrypted": EncryptedWorld,
 }
 SERVICES = ("plain", "journal")
+WORLDS = [(transport, service) for transport in TRANSPORTS for service in SERVICES]
+WORLDS += [("memory", "spill"), ("encrypted", "spill")]
 
 
 def journaled(folder: Path) -> MakeService:
@@ -31,10 +35,18 @@ def journaled(folder: Path) -> MakeService:
     return make
 
 
-@pytest.fixture(
-    params=[(transport, service) for transport in TRANSPORTS for service in SERVICES],
-    ids="-".join,
-)
+def spilling(folder: Path) -> MakeService:
+    """Brokers that have no memory for anything."""
+
+    def make(facts: Facts, limits: Limits) -> SampleService:
+        place = folder / str(len(list(folder.iterdir())))
+        place.mkdir()
+        return SampleService(facts, STAGES, limits, SpillStore(MemoryStore(), place, 1, 0))
+
+    return make
+
+
+@pytest.fixture(params=WORLDS, ids="-".join)
 def build(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Build]:
     """Makes a world: `build(groups_per_step, max_staleness, **limits)`."""
     worlds: list[World] = []
@@ -42,8 +54,8 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Build]:
 
     def make(groups_per_step: int = 100, max_staleness: int = 0, **limits: Any) -> World:
         limits_of_run = Limits(groups_per_step, max_staleness, **limits)
-        service_of_run = journaled(tmp_path) if service == "journal" else plain
-        worlds.append(TRANSPORTS[transport](limits_of_run, service_of_run))
+        services = {"plain": plain, "journal": journaled(tmp_path), "spill": spilling(tmp_path)}
+        worlds.append(TRANSPORTS[transport](limits_of_run, services[service]))
         return worlds[-1]
 
     yield make

@@ -77,6 +77,12 @@ def test_any_arrow_reader_reads_a_segment(tmp_path: Path) -> None:
     assert table.column("data").to_pylist() == [b"", b"", b"abc"]
 
 
+def anonymous_bytes() -> int:
+    """Memory of this process that is no map of a file."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
 def written(folder: Path, commits: int) -> tuple[Path, list[int]]:
     """A segment of so many commits, and the size of the file after each."""
     made = begun(folder)
@@ -195,3 +201,16 @@ def test_on_a_full_disk_nothing_is_half_written_and_nothing_is_forgotten(tmp_pat
         ("add", 50_000),
     ]
     assert not found.torn
+
+
+def test_what_is_recovered_lies_in_the_file_and_not_in_memory(tmp_path: Path) -> None:
+    made, data = begun(tmp_path), bytes(64 * MIB)
+    made.append(event(1, section("media", data), section("prompt", b"")))
+    made.close()
+    before = anonymous_bytes()
+    events, _ = read(tmp_path)
+    media, prompt = events[1].sections
+    assert isinstance(media.data, memoryview)
+    assert media.data.readonly
+    assert (media.data == data, bytes(prompt.data)) == (True, b"")
+    assert anonymous_bytes() - before < 16 * MIB

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from brokers.channel import MemoryBroker
@@ -14,11 +15,12 @@ from brokers.durable import DurableService
 from brokers.journal import Journal, segments
 from brokers.record import Limits
 from brokers.recovery import clear_other_runs
+from brokers.service import Message
 from common.clock import ManualClock
 from common.config import to_json
 from common.errors import LeaseLost, RelaxError
 from common.group import GroupKey
-from common.header import Header
+from common.header import Header, Item
 from contract import CONFIG, STAGES, Worker, answer, prompt
 
 pytestmark = pytest.mark.unit
@@ -263,7 +265,7 @@ class Full(Journal):
 
     full = False
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         if Full.full:
             raise OSError(28, "No space left on device")
         super()._write(data)
@@ -288,6 +290,24 @@ def test_on_a_full_disk_producers_wait_and_signs_of_life_are_answered(tmp_path: 
     clock.advance(1.0)
     broker.tick()
     assert offered.result(0.0).header.body["next_seq"] == {"train": 1, "eval": 0}
+
+
+def test_a_commit_waits_for_more_messages_but_not_for_more_than_two_mib_of_sections(tmp_path: Path) -> None:
+    service = open_service(tmp_path, ManualClock(), Limits(2, 1))
+    service.handle(Message("w#1", Header("hello", worker="w", body={"role": "prompt"}), (), 0.0))
+
+    def add(seq: int, media: bytes) -> bool:
+        sections = prompt(seq, media)
+        item = Item(f"train-{seq}", seq, sections=tuple(section.info for section in sections))
+        service.take(Message("w#1", Header("add", items=(item,)), [section.data for section in sections], 0.0))
+        return service.holding
+
+    assert add(0, b"")
+    assert add(1, bytes(1 << 20))
+    assert not add(2, bytes(1 << 20))
+    assert len(service.release(0.0)) == 3
+    assert not service.holding
+    assert add(3, b"")
 
 
 def test_the_journal_of_another_run_in_the_same_folder_is_deleted(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
         (("deterministic=true", "max_staleness=1"), ("deterministic = true", "max_staleness", "1")),
         (("broker.max_queue_groups=8", "max_staleness=1"), ("max_queue_groups = 8", "16", "max_staleness = 1")),
         (("model.recipe.name=tiny",), ("model.path", "model.recipe")),
+        (("broker.max_bytes=10", "broker.max_queue_bytes=11"), ("broker.max_bytes = 10", "max_queue_bytes = 11")),
+        (("broker.journal_keep=true",), ("broker.journal_keep = true", "broker.journal = true")),
         (("mode=hybrid", "workers.reference=2"), ("mode = 'hybrid'", "workers.reference = 2")),
         (("mode=hybrid", "workers.advantage=3"), ("mode = 'hybrid'", "workers.advantage = 3")),
     ],
@@ -184,7 +186,14 @@ def test_a_window_that_just_fits_the_queue_is_fine(tmp_path: Path) -> None:
     assert read(tmp_path, "", "broker.max_queue_groups=16", "max_staleness=1").broker.max_queue_groups == 16
 
 
-@pytest.mark.parametrize("setting", ["broker.max_queue_groups", "broker.max_queue_bytes", "broker.high_water_mark"])
+def test_a_bound_on_all_bytes_may_be_below_the_queues_default(tmp_path: Path) -> None:
+    assert read(tmp_path, "", "broker.max_bytes=10").broker.max_bytes == 10
+
+
+BOUNDS = ("max_queue_groups", "max_queue_bytes", "max_bytes", "memory_bytes", "high_water_mark")
+
+
+@pytest.mark.parametrize("setting", [f"broker.{name}" for name in BOUNDS])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_bound_of_zero_is_refused_with_the_reason(tmp_path: Path, setting: str, value: int) -> None:
     (found,) = mistakes(tmp_path, "", f"{setting}={value}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import structlog
 
 from common.errors import ConfigError, Reject, WorkerError
 from common.group import GroupKey
@@ -224,3 +225,22 @@ def test_a_held_out_row_that_cannot_be_encoded_is_named_and_ends_the_run() -> No
     feed = world.feed(Rows(1, heldout=3), Selective("heldout/1"))
     with pytest.raises(ConfigError, match="a held-out row of data source 'mod10': row heldout/1 has no ids"):
         run(feed)
+
+
+def test_a_prompt_worker_that_finds_no_room_says_once_for_what_it_waits_and_once_that_it_goes_on() -> None:
+    world = World(config(groups_per_step=1, max_staleness=0, epochs=1, steps=None, broker={"max_queue_groups": 1}))
+    feed = world.feed(Rows(2))
+    with structlog.testing.capture_logs() as logged:
+        run(feed, 3)
+        world.tick(2.0)
+        world.beat()
+        run(feed, 3)
+        assert [group for group, _, _ in started(world)] == ["train-0"]
+        world.service.ledger.drop("train-0", "filtered")
+        world.tick(0.1)
+        run(feed, 1)
+    lines = [each["event"] for each in logged if each["event"].startswith("prompts")]
+    assert lines == [
+        "prompts wait: queue 'rollout' holds 1 of at most 1 groups",
+        "prompts are taken in again",
+    ]

@@ -56,6 +56,7 @@ class Feed:
                 "no held-out rows: give it some, or set evaluation.prompts = 0"
             )
         self._adding: Pending | None = None
+        self._held_up = False
         self._data_ended = False
         self._rejected = 0
 
@@ -69,12 +70,19 @@ class Feed:
             self._stop.wait(IDLE_SECONDS)
             return
         futures.wait([self._adding], IDLE_SECONDS)
+        self._tell(self._client.held_up if not self._adding.done() else "")
         if self._adding.done():
             try:
                 wait(self._adding)
             except (QueueFull, Damaged):  # what was not taken in is offered again, a repeat is ignored
                 self._next = self._client.next_seq["train"]
             self._adding = None
+
+    def _tell(self, held_up: str) -> None:
+        """Log once that prompts wait, and for what, and once that they wait no more."""
+        if bool(held_up) != self._held_up:
+            _log.info("prompts wait: " + held_up if held_up else "prompts are taken in again")
+        self._held_up = bool(held_up)
 
     def _add(self) -> None:
         """Offer the next prompts; at the end of the data, say so."""
