@@ -1,6 +1,6 @@
 """Requests that cannot be answered yet: each waits, with its deadline, until something changes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
 
@@ -41,9 +41,9 @@ class WaitingRoom:
         return len(self._waiting)
 
     @property
-    def waiting(self) -> Sequence[Waiting]:
+    def waiting(self) -> Collection[Waiting]:
         """Who waits, in the order in which they came."""
-        return self._waiting
+        return self._waiting.values()
 
     def add(self, waiting: Waiting) -> None:
         """Let a request wait."""
