@@ -68,6 +68,7 @@ def test_on_a_full_disk_everybody_is_told_and_waits_and_goes_on_when_there_is_ro
     ballast = fill(disk)
 
     offered = feeder.offer(1, media=bytes(5_000), seconds=1000.0)
+    beat(feeder)  # is answered behind the offer: the disk is known to be full, and smaller things do not slip in before
     results = [answer("rollout", in_hand[0])]
     put = worker.put(results)
     for _ in range(10):  # 100 s, more than three times what a lease lasts
