@@ -38,6 +38,7 @@ class Worker:
 
     def __init__(self, kind: str, workload: str, address: str, key: Path | None) -> None:
         self.batch = WORKLOADS[workload]()
+        self._in = sections.columns(self.batch) if kind == "put" else []
         self._kind = kind
         self._channel = DealerChannel(address, kind, "0", key=read_worker_key(key) if key else None)
         self.client = SampleClient(self._channel, kind)
@@ -61,9 +62,7 @@ class Worker:
         wait(self.client.add([(key, (prompt,)) for key in keys], WAIT_SECONDS))
         leases = self.leased("rollout", 0)
         began = time.perf_counter()
-        results = [
-            Result(lease, group, 0, 0) for lease, group in zip(leases, sections.encoded(self.batch), strict=True)
-        ]
+        results = [Result(lease, group, 0, 0) for lease, group in zip(leases, sections.encoded(self._in), strict=True)]
         encoded = time.perf_counter()
         lost = self.client.confirm(self.client.put(results), results)
         ended = time.perf_counter()
@@ -99,7 +98,7 @@ class BareEnd:
 
     def __init__(self, kind: str, workload: str, address: str) -> None:
         self._kind = kind
-        groups = sections.encoded(WORKLOADS[workload]()) if kind == "bare-put" else []
+        groups = sections.encoded(sections.columns(WORKLOADS[workload]())) if kind == "bare-put" else []
         self._frames = [section.data for group in groups for section in group]
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * WAIT_SECONDS))
