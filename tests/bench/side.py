@@ -28,7 +28,7 @@ from common.allocator import keep_freed_memory  # noqa: E402
 from common.group import GroupKey  # noqa: E402
 from tests.bench import sections  # noqa: E402
 from tests.bench.driver import serve  # noqa: E402
-from tests.bench.workloads import GROUPS, WORKLOADS, same  # noqa: E402
+from tests.bench.workloads import GROUPS, WORKLOADS, same, stamp  # noqa: E402
 
 WAIT_SECONDS = 30.0
 
@@ -38,7 +38,8 @@ class Worker:
 
     def __init__(self, kind: str, workload: str, address: str, key: Path | None) -> None:
         self.batch = WORKLOADS[workload]()
-        self._in = sections.columns(self.batch) if kind == "put" else []
+        self._in = list[sections.Columns]()
+        self._trip = 0
         self._kind = kind
         self._channel = DealerChannel(address, kind, "0", key=read_worker_key(key) if key else None)
         self.client = SampleClient(self._channel, kind)
@@ -52,10 +53,14 @@ class Worker:
             found = sections.restored(self._columns)
             pairs = [(found.by_sample, self.batch.by_sample), (found.by_group, self.batch.by_group)]
             return {"equal": all(same(mine[name], theirs[name]) for mine, theirs in pairs for name in theirs)}
+        self._trip += 1
+        stamp(self.batch, self._trip)
         return self.put() if self._kind == "put" else self.get()
 
     def put(self) -> dict[str, Any]:
         """Encode and put 32 groups that were leased before."""
+        if not self._in or self.batch.by_group:
+            self._in = sections.columns(self.batch)
         keys = [GroupKey(f"g{seq}", seq) for seq in range(self._next, self._next + GROUPS)]
         self._next += GROUPS
         prompt = sections.empty_prompt()
