@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))  # a script finds only its own folder
 from common import logs  # noqa: E402
 from tests.bench import headers, media, table, trips  # noqa: E402
 
-ROUNDS, QUICK_ROUNDS = 25, 1
+ROUNDS, QUICK_ROUNDS = 15, 1
 DEPTHS, QUICK_DEPTHS = (1_000, 100_000, 1_000_000), (1_000, 5_000)
 WORKERS, QUICK_WORKERS = (1, 100, 1_000), (1, 20)
-BURSTS, QUICK_BURSTS = 10, 2
+BURSTS, QUICK_BURSTS = 6, 2
 
 
 def recovered(home: Path, gigabytes: float, events: int) -> list[table.Row]:

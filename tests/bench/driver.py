@@ -95,6 +95,7 @@ class BrokerProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tables = {"model": {"path": "x"}, "data": {"name": "x"}, "evaluation": {"prompts": 0}, "broker": broker or {}}
+        tables["supervisor"] = {"grace_seconds": 0.1}  # how long it waits for workers when it is told to stop
         config = Config.model_validate(
             {"name": "bench", "groups_per_step": groups_per_step, "group_size": 8, "max_staleness": 1, **tables}
         )
@@ -121,9 +122,13 @@ class BrokerProcess:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
-        """Kill it: there is nothing in it that anybody needs, and whoever is told to stop waits for its workers."""
-        self.process.kill()
-        self.process.wait()
+        """Tell it to stop; it waits a moment for its workers, and takes away what it shares with them."""
+        self.process.terminate()
+        try:
+            self.process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def _announced(path: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from brokers.record import StageSpec
 from common.group import GroupKey
 from common.section import Section, encode
 from tests.bench.driver import BrokerProcess
-from tests.bench.sections import BOTH, empty_prompt, encoded
+from tests.bench.sections import BOTH, columns, empty_prompt, encoded
 from tests.bench.table import Row, at_most
 from tests.bench.workloads import GROUPS, SAMPLES, images
 
@@ -97,7 +97,7 @@ def rows(folder: Path, settings: Mapping[str, Any]) -> list[Row]:
         StageSpec("reward", frozenset({"prompt", "response"}), frozenset({"reward"}), BOTH),
         StageSpec("trainer", frozenset({"reference", "reward", "advantage"}), frozenset(), BOTH),
     ]
-    groups = [{section.name: section for section in sections} for sections in encoded(images())]
+    groups = [{section.name: section for section in sections} for sections in encoded(columns(images()))]
     unique = sum(section.info.length for sections in groups for section in (*sections.values(), _response()))
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(contextlib.closing(BrokerProcess(folder, stages, settings)))
@@ -130,5 +130,5 @@ def rows(folder: Path, settings: Mapping[str, Any]) -> list[Row]:
 
 def _response() -> Section:
     """Short texts: what a reward reads."""
-    columns = {"text": ["7"] * SAMPLES, "finish_reason": ["stop"] * SAMPLES, "num_tokens": [256] * SAMPLES}
-    return encode("response", columns)
+    short = {"text": ["7"] * SAMPLES, "finish_reason": ["stop"] * SAMPLES, "num_tokens": [256] * SAMPLES}
+    return encode("response", short)

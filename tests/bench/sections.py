@@ -1,12 +1,13 @@
 """The batches of `workloads` as the sections of groups, and back."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from brokers.record import StageSpec
+from common.columns import SCHEMAS
 from common.group import Group, Purpose, concatenate
 from common.section import Section, encode
 from tests.bench.workloads import GROUPS, SAMPLES, Batch, Column
@@ -36,9 +37,18 @@ def empty_prompt() -> Section:
     return encode("prompt", {**{name: [""] for name in names}, "sampling": ["{}"], "evaluation_size": [0]})
 
 
-def encoded(batch: Batch) -> list[list[Section]]:
+Columns: TypeAlias = dict[str, dict[str, Any]]
+"""columns by section, as Arrow has them"""
+
+
+def columns(batch: Batch) -> list[Columns]:
+    """Return the columns of every group: what a worker holds before it puts them."""
+    return [_group_columns(batch, group) for group in range(GROUPS)]
+
+
+def encoded(groups: Sequence[Columns]) -> list[list[Section]]:
     """Return the sections of every group: columns in."""
-    return [_group_sections(batch, group) for group in range(GROUPS)]
+    return [[encode(name, section) for name, section in group.items()] for group in groups]
 
 
 def decoded(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -74,7 +84,7 @@ def restored(found: Sequence[dict[str, Any]]) -> Batch:
     return Batch(by_sample, by_group)
 
 
-def _group_sections(batch: Batch, group: int) -> list[Section]:
+def _group_columns(batch: Batch, group: int) -> Columns:
     rows = slice(group * SAMPLES, (group + 1) * SAMPLES)
 
     def three(name: str) -> list[Any]:
@@ -82,24 +92,33 @@ def _group_sections(batch: Batch, group: int) -> list[Section]:
 
     if "text_0" in batch.by_sample:
         text = three("text")
-        answer = {"text": text, "finish_reason": ["stop"] * len(text), "num_tokens": [0] * len(text)}
-        weight = np.zeros(len(text), np.float32)
-        ragged = {"advantages": concatenate(three("ragged"), "float32"), "loss_weight": pa.array(weight)}
-        fixed = {"ref_logprobs": concatenate(three("fixed"), "float32")}
-        return [encode("reference", fixed), encode("advantage", ragged), encode("response", answer)]
-    sections = [encode("tokens", _tokens(batch.by_sample["ids"][rows], batch.by_sample["logprobs"][rows]))]
+        count = len(text)
+        return {
+            "reference": {"ref_logprobs": concatenate(three("fixed"), "float32")},
+            "advantage": {
+                "advantages": concatenate(three("ragged"), "float32"),
+                "loss_weight": pa.array(np.zeros(count, np.float32)),
+            },
+            "response": _arrays("response", text=text, finish_reason=["stop"] * count, num_tokens=[0] * count),
+        }
+    found = {"tokens": _tokens(batch.by_sample["ids"][rows], batch.by_sample["logprobs"][rows])}
     if "image" in batch.by_group:
+        image = memoryview(batch.by_group["image"][group])  # pyright: ignore[reportArgumentType]
         names = {"media_hash": [str(group)], "media_kind": ["image"], "media_format": ["image/png"]}
-        sections.append(encode("media", {**names, "media_data": [memoryview(batch.by_group["image"][group])]}))
-    return sections
+        found["media"] = _arrays("media", **names, media_data=[image])
+    return found
+
+
+def _arrays(section: str, **values: Any) -> dict[str, Any]:
+    """Return columns of a section as Arrow arrays."""
+    return {name: pa.array(rows, SCHEMAS[section].field(name).type) for name, rows in values.items()}
 
 
 def _tokens(ids: Column, logprobs: Column) -> dict[str, Any]:
     return {
         "response_ids": concatenate(ids, "int32"),
         "logprobs": concatenate(logprobs, "float32"),
-        "temperature": [1.0] * SAMPLES,
         "span_start": concatenate([[0]] * SAMPLES, "int32"),
         "span_version": concatenate([[0]] * SAMPLES, "int64"),
-        "seed": [0] * SAMPLES,
+        **_arrays("tokens", temperature=[1.0] * SAMPLES, seed=[0] * SAMPLES),
     }

@@ -28,7 +28,7 @@ from common.allocator import keep_freed_memory  # noqa: E402
 from common.group import GroupKey  # noqa: E402
 from tests.bench import sections  # noqa: E402
 from tests.bench.driver import serve  # noqa: E402
-from tests.bench.workloads import GROUPS, WORKLOADS, same  # noqa: E402
+from tests.bench.workloads import GROUPS, WORKLOADS, same, stamp  # noqa: E402
 
 WAIT_SECONDS = 30.0
 
@@ -38,6 +38,8 @@ class Worker:
 
     def __init__(self, kind: str, workload: str, address: str, key: Path | None) -> None:
         self.batch = WORKLOADS[workload]()
+        self._in = list[sections.Columns]()
+        self._trip = 0
         self._kind = kind
         self._channel = DealerChannel(address, kind, "0", key=read_worker_key(key) if key else None)
         self.client = SampleClient(self._channel, kind)
@@ -51,19 +53,21 @@ class Worker:
             found = sections.restored(self._columns)
             pairs = [(found.by_sample, self.batch.by_sample), (found.by_group, self.batch.by_group)]
             return {"equal": all(same(mine[name], theirs[name]) for mine, theirs in pairs for name in theirs)}
+        self._trip += 1
+        stamp(self.batch, self._trip)
         return self.put() if self._kind == "put" else self.get()
 
     def put(self) -> dict[str, Any]:
         """Encode and put 32 groups that were leased before."""
+        if not self._in or self.batch.by_group:
+            self._in = sections.columns(self.batch)
         keys = [GroupKey(f"g{seq}", seq) for seq in range(self._next, self._next + GROUPS)]
         self._next += GROUPS
         prompt = sections.empty_prompt()
         wait(self.client.add([(key, (prompt,)) for key in keys], WAIT_SECONDS))
         leases = self.leased("rollout", 0)
         began = time.perf_counter()
-        results = [
-            Result(lease, group, 0, 0) for lease, group in zip(leases, sections.encoded(self.batch), strict=True)
-        ]
+        results = [Result(lease, group, 0, 0) for lease, group in zip(leases, sections.encoded(self._in), strict=True)]
         encoded = time.perf_counter()
         lost = self.client.confirm(self.client.put(results), results)
         ended = time.perf_counter()
@@ -99,7 +103,7 @@ class BareEnd:
 
     def __init__(self, kind: str, workload: str, address: str) -> None:
         self._kind = kind
-        groups = sections.encoded(WORKLOADS[workload]()) if kind == "bare-put" else []
+        groups = sections.encoded(sections.columns(WORKLOADS[workload]())) if kind == "bare-put" else []
         self._frames = [section.data for group in groups for section in group]
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * WAIT_SECONDS))

@@ -1,8 +1,9 @@
 """Round trips: put by one process, got by another, kept by a third in between; columns in, columns out, compared.
 
 A trip is the seconds that the putting process needs until its put is confirmed, plus those that the getting process
-needs until it has the columns. For RelaxQ the first includes encoding, the second decoding and the acknowledgement;
-prompts and the leases on them are handled before. Bare pyzmq neither encodes nor decodes, so it is compared twice: with
+needs until it has the columns. Columns are at hand in the form that each peer takes: Arrow arrays here, tensors there.
+For RelaxQ the first half includes encoding, the second decoding and the acknowledgement; prompts and the leases on them
+are handled before. Bare pyzmq neither encodes nor decodes, so it is compared twice: with
 whole trips, and with what is left of them without coding. Whoever competes takes turns, so whatever else the machine
 does falls on all; the best of all turns is the value. Bytes are those of the values, each counted once, for all alike.
 """
