@@ -44,6 +44,12 @@ def limits_of(config: Config) -> Limits:
         max_queue_groups=broker.max_queue_groups or 2 * window,
         max_queue_bytes=broker.max_queue_bytes,
         in_order=config.deterministic,
+        stragglers=config.staleness.policy,
+        straggler_seconds=config.staleness.straggler_seconds,
+        late_factor=config.staleness.factor,
+        order=broker.order,
+        fairness_seconds=broker.fairness_seconds,
+        lanes=broker.lanes,
     )
 
 
