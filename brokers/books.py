@@ -15,8 +15,8 @@ from brokers.record import ROLLOUT, TRAINER, Grant, Lease, Limits, Record, Stage
 from brokers.window import LATE
 from common.errors import LeaseLost
 
-ON_TIME_LANE, LATE_LANE = 0, 1
-"""of the trainer's queue; an excused group leaves by another rule than all others"""
+ON_TIME_LANE, EXCUSED_LANE, READMITTED_LANE = 0, 1, 2
+"""of the trainer's queue: groups beyond their deadline leave by other rules, see `brokers.gates`"""
 
 
 class Books:
@@ -174,16 +174,18 @@ class Books:
         if stage == TRAINER:
             if record.place >= 0:
                 return (record.due, 0, record.place)
-            due = record.deadline or 0 if record.due == LATE else record.due
             tie = {"fifo": entry, "oldest_version": 0, "short_first": record.tokens}[order]
-            return (due, 1, tie, key.seq)
+            return (record.deadline or 0, 1, tie, key.seq)
         if stage == ROLLOUT:
             return (key.length or 1 << 62, key.seq) if order == "short_first" else (key.seq,)
         return ({"fifo": entry, "oldest_version": record.deadline or 0, "short_first": record.tokens}[order], key.seq)
 
     def _lane_of(self, stage: str, record: Record) -> int:
+        if stage == TRAINER and record.due == LATE:
+            return EXCUSED_LANE
         if stage == TRAINER:
-            return LATE_LANE if record.due == LATE else ON_TIME_LANE
+            is_late = record.place < 0 and record.due != record.deadline
+            return READMITTED_LANE if is_late else ON_TIME_LANE
         if stage == ROLLOUT:
             lanes = self._limits.lanes
             return bisect_left(lanes, record.key.length) if record.key.length else len(lanes)
@@ -193,7 +195,7 @@ class Books:
     def _queue(stage: str, limits: Limits) -> StageQueue:
         """Return the queue of a stage. By prompt or by entry who waits longest is first anyway."""
         if stage == TRAINER:
-            return StageQueue(lanes=2)
+            return StageQueue(lanes=3)
         by_length = limits.order == "short_first" or (stage == ROLLOUT and len(limits.lanes) > 0)
         fair = limits.in_order or limits.order == "fifo" or stage == ROLLOUT
         return StageQueue(

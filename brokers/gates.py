@@ -9,8 +9,9 @@ could be replaced are taken, the earliest due and longest under way first, and b
 * `drop`: they end as dropped.
 * `regenerate`: they return to the rollout queue, and get version and deadline of their new start; this is bounded by
   rollout's attempts.
-* `down_weight`: the trainer goes on without them. One that comes late is trained all the same, as soon as that
-  endangers no other, with a weight below 1. At most one batch of groups is excused as stragglers at any time.
+* `down_weight`: the trainer goes on without them; their credits return, and at most one batch of groups is excused at
+  any time. One that comes late is trained all the same, with a weight below 1, as soon as that makes no other miss its
+  deadline. When all slots are spoken for it takes the next free credit, before any new start, and is due like one.
 
 A group that is found too old when it could leave is dropped as stale, under `regenerate` and `down_weight` treated as
 those do. With a trainer that went back to a checkpoint, a group may be newer than the trainer: its age counts as 0.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from brokers import refusals
-from brokers.books import LATE_LANE, ON_TIME_LANE
+from brokers.books import EXCUSED_LANE, ON_TIME_LANE, READMITTED_LANE
 from brokers.moves import Moves
 from brokers.record import ROLLOUT, TRAINER, Grant, Limits, Record, StageSpec
 from brokers.window import LATE
@@ -52,11 +53,9 @@ class Gates(Moves):
     def exhausted(self) -> bool:
         """No train group is left that could still reach the trainer, or that it has a step for."""
         window, total = self.window, self.limits.total_groups
-        if window.waiting:
-            return False
         if total is not None and window.trained + window.handed >= total:
             return True
-        return self.data_ended and self.books.queues[ROLLOUT].groups == 0 and window.late == 0
+        return self.data_ended and self.books.queues[ROLLOUT].groups == 0 and window.waiting + window.late == 0
 
     def starved(self, stage: str, version: PolicyVersion) -> str:
         """Say why a lease of this stage returned nothing."""
@@ -81,6 +80,7 @@ class Gates(Moves):
             if self.books.records[group].key.min_version > version:
                 break
             granted.append(self.grant(ROLLOUT, worker, group, now))
+        self._readmit(now)
         while len(granted) < want and self.window.credits(version) > 0:
             group = queue.first(now, lane)
             if group is None:
@@ -140,21 +140,28 @@ class Gates(Moves):
 
     def _next(self, now: float) -> Record | None:
         """Return the group that the trainer gets next, if one may leave. What turns out to be too old is dealt with."""
-        queue, window = self.books.queues[TRAINER], self.window
-        group = queue.head(LATE_LANE)
-        if group is not None and window.may_leave(LATE):
-            return self.books.records[group]
-        while (group := queue.head(ON_TIME_LANE)) is not None:
-            record = self.books.records[group]
-            if record.due >= window.version:
-                in_turn = not self.limits.in_order or self.books.order.first() == group
-                return record if in_turn and window.may_leave(record.due) else None
+        queue, window, records = self.books.queues[TRAINER], self.window, self.books.records
+        while (group := queue.head(ON_TIME_LANE)) is not None and records[group].due < window.version:
+            record = records[group]
             assert record.deadline is not None, "a train group has a deadline from its start"
             if record.deadline >= window.version:
                 self.postpone(record, record.deadline, now)  # its step was made again without it
             else:
                 self._act_on(record, "stale", now)
+        while (group := queue.head(READMITTED_LANE)) is not None and records[group].due < window.version:
+            self.postpone(records[group], window.version, now)
+        for lane in (READMITTED_LANE, EXCUSED_LANE, ON_TIME_LANE):
+            group = queue.head(lane)
+            if group is not None and window.may_leave(records[group].due):
+                in_turn = not self.limits.in_order or self.books.order.first() == group
+                return records[group] if in_turn else None
         return None
+
+    def _readmit(self, now: float) -> None:
+        """Let late groups that are ready have the credits that are free, as if they started now."""
+        queue, newest = self.books.queues[TRAINER], self.window.reached
+        while (group := queue.head(EXCUSED_LANE)) is not None and self.window.credits(newest) > 0:
+            self.postpone(self.books.records[group], self.window.admit(newest), now)
 
     def _stragglers(self, tight: PolicyVersion, due_by_then: int) -> list[Record]:
         queue, window = self.books.queues[TRAINER], self.window
