@@ -155,6 +155,7 @@ class Ledger(Gates):
         In the same order and in the same steps. Groups that were started since stay, with the deadlines that the
         versions of their workers gave them, and these workers may start what they could have started before: staleness
         is the trainer's version at the update minus the oldest span, so a trainer that is behind makes no group older.
+        A version that is made again counts as what it was before: it is made of the same groups.
         Raises `WireError` for a version before the last commit, or one that was not reached.
         """
         refusals.resumed(version, self.committed, self.window.version)
