@@ -139,17 +139,10 @@ class SampleClient:
         return Batch(leases, str(body.get("starved", "")), body.get("state") != "running")
 
     def lease(
-        self,
-        stage: str,
-        want: int,
-        wait_seconds: float,
-        version: PolicyVersion | None = None,
-        *,
-        at_least: int = 1,
-        lane: int | None = None,
+        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, at_least: int = 1
     ) -> Batch:
         """Wait for up to `want` groups, at most `wait_seconds`."""
-        return self.take(wait(self.request_lease(stage, want, wait_seconds, version, at_least=at_least, lane=lane)))
+        return self.take(wait(self.request_lease(stage, want, wait_seconds, version, at_least=at_least)))
 
     def put(self, results: Sequence[Result], *, ack: bool = True) -> Pending:
         """Push the sections of leased groups and, after them, acknowledge; pass both to `confirm`."""

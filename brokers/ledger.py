@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from brokers import refusals
 from brokers.gates import Gates
-from brokers.record import ROLLOUT, TRAINER, Grant, Lease, Limits, Record, StageSpec
+from brokers.record import ROLLOUT, TRAINER, End, Grant, Lease, Limits, Record, StageSpec
 from common.group import GroupKey, PolicyVersion
 from common.section import SectionInfo
 
@@ -191,11 +191,11 @@ class Ledger(Gates):
             self.give_back(lease, reason, now)
         return held
 
-    def drop(self, group: str, reason: str) -> None:
+    def drop(self, group: str, reason: str, end: End = "dropped") -> None:
         """End a group without training it; its credit returns. An unknown or trained group is left alone."""
         record = self.books.records.get(group)
         if record is not None and record.trained_step is None:
-            self.finish(record, "dropped", reason)
+            self.finish(record, end, reason)
 
     def end_of_data(self) -> None:
         """No further train group will be added."""

@@ -57,6 +57,7 @@ def set_state(ledger: NotedLedger, state: Mapping[str, Any]) -> None:
     ledger.data_ended = state["data_ended"]
     ledger.ended = tuple(state["ended"]) if state["ended"] else None
     ledger.books.last_lease = max(ledger.books.last_lease, state["last_lease"])
+    ledger.acked.clear()
     ledger.acked.extend(state["acked"])
 
 
