@@ -373,8 +373,14 @@ class Happenings(RuleBasedStateMachine):
         if commit:
             self.commit(0)
 
-    @rule(slow=st.integers(1, 3), want=st.integers(1, 4), stages=st.integers(0, 3), older=st.sampled_from([0, 0, 1, 3]))
-    def keep_the_trainer_waiting(self, slow: int, want: int, stages: int, older: int) -> None:
+    @rule(
+        slow=st.integers(1, 3),
+        want=st.integers(1, 4),
+        stages=st.integers(0, 3),
+        older=st.sampled_from([0, 0, 1, 3]),
+        restart=st.booleans(),
+    )
+    def keep_the_trainer_waiting(self, slow: int, want: int, stages: int, older: int, restart: bool) -> None:
         """Some groups get stuck at a stage; the others go on, and the trainer asks in vain."""
         self.add(2, "train")
         before = set(self.held)
@@ -395,6 +401,8 @@ class Happenings(RuleBasedStateMachine):
         self.lease_trainer(want, 1)
         self.let_time_pass(6.0, WORKERS)
         self.lease_trainer(want, 1)
+        if restart:
+            self.restart_the_broker()
 
     @rule(times=st.integers(1, 3))
     def catch_up(self, times: int) -> None:

@@ -92,7 +92,7 @@ class LedgerMachine(Happenings):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
