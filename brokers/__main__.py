@@ -47,6 +47,12 @@ def limits_of(config: Config) -> Limits:
         max_queue_bytes=broker.max_queue_bytes,
         max_bytes=broker.max_bytes,
         in_order=config.deterministic,
+        stragglers=config.staleness.policy,
+        straggler_seconds=config.staleness.straggler_seconds,
+        late_factor=config.staleness.factor,
+        order=broker.order,
+        fairness_seconds=broker.fairness_seconds,
+        lanes=broker.lanes,
     )
 
 

@@ -41,6 +41,11 @@ class Leased:
     generation_s: float = 0.0
     queue_s: float = 0.0
 
+    @property
+    def weight(self) -> float:
+        """By how much the group's loss counts: less than 1 when it came after its deadline, see `brokers.gates`."""
+        return self.group.weight
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -85,19 +90,39 @@ class SampleClient:
         Fails with `QueueFull` after `wait_seconds` without room; `next_seq` then says which were taken in.
         """
         items = tuple(
-            Item(key.id, key.seq, key.purpose, key.min_version, sections=tuple(section.info for section in sections))
+            Item(
+                key.id,
+                key.seq,
+                key.purpose,
+                key.min_version,
+                sections=tuple(section.info for section in sections),
+                facts={"length": key.length} if key.length else {},
+            )
             for key, sections in groups
         )
         frames = [section.data for _, sections in groups for section in sections]
         return self.channel.request(Header("add", run=self.run, deadline_s=wait_seconds, items=items), frames)
 
     def request_lease(
-        self, stage: str, want: int, wait_seconds: float, version: PolicyVersion | None = None, *, at_least: int = 1
+        self,
+        stage: str,
+        want: int,
+        wait_seconds: float,
+        version: PolicyVersion | None = None,
+        *,
+        at_least: int = 1,
+        lane: int | None = None,
     ) -> Pending:
-        """Ask for up to `want` groups; pass the reply to `take`. `at_least`: see the ledger; for the trainer."""
+        """Ask for up to `want` groups; pass the reply to `take`.
+
+        `at_least`: for the trainer, see the ledger. `lane`: for rollout, the number of the lane in `broker.lanes` whose
+        groups are wanted first.
+        """
         body: dict[str, Any] = {"want": want, "at_least": at_least}
         if version is not None:
             body["version"] = version
+        if lane is not None:
+            body["lane"] = lane
         return self.channel.request(Header("lease", run=self.run, stage=stage, deadline_s=wait_seconds, body=body))
 
     def take(self, reply: Reply) -> Batch:
@@ -169,6 +194,13 @@ class SampleClient:
     def commit(self, version: PolicyVersion) -> None:
         """The checkpoint of `version` is on disk."""
         self._call("commit", {"version": version})
+
+    def resume(self, version: PolicyVersion) -> None:
+        """The trainer came back from the checkpoint of `version`: what it trained since is handed to it again.
+
+        Raises `WireError` for a version before the last commit or beyond what was reached.
+        """
+        self._call("resume", {"version": version})
 
     def take_turn(self, side: str, wait_seconds: float) -> int:
         """Wait for this side's turn; return its fencing number, or 0 when it did not come in time."""
@@ -258,7 +290,7 @@ class SampleClient:
         facts = item.facts
         return Leased(
             item.lease,
-            Group(key, item.attempt, sections),
+            Group(key, item.attempt, sections, float(facts["weight"])),
             item.tokens,
             item.version_min,
             item.version_max,

@@ -45,6 +45,7 @@ class RunService(Service):
         self.verbs |= {
             "advance": self._advance,
             "commit": self._commit,
+            "resume": self._resume,
             "turn": self._turn,
             "evaluate": self._evaluate,
             "end_of_data": self._end_of_data,
@@ -95,6 +96,10 @@ class RunService(Service):
 
     def _commit(self, message: Message) -> Header:
         self.ledger.commit(message.integer("version"))
+        return Header("ok", body=self.state())
+
+    def _resume(self, message: Message) -> Header:
+        self.ledger.resume(message.integer("version"), message.now)
         return Header("ok", body=self.state())
 
     def _turn(self, message: Message) -> Header | None:

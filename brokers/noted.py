@@ -1,11 +1,15 @@
-"""A ledger that tells what happens to it, in words from which the same ledger can be made again."""
+"""A ledger that tells what happens to it, in words from which the same ledger can be made again.
+
+What is noted are verbs that change something, and moves (`brokers.moves`), never the decisions that led to them: when
+they happen again, no gate and no clock is asked.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from brokers.ledger import Ledger
-from brokers.record import ROLLOUT, TRAINER, End, Grant, Lease, Limits, Record, StageSpec
+from brokers.record import ROLLOUT, End, Grant, Lease, Limits, Record, StageSpec
 from common.group import GroupKey, PolicyVersion
 from common.section import SectionInfo
 
@@ -21,7 +25,7 @@ def ignore(_kind: str, _group: str, _stage: str, _body: Mapping[str, Any]) -> No
 
 
 class NotedLedger(Ledger):
-    """Calls `note` after everything that changed groups, leases or counts of ends. It refuses what a ledger refuses.
+    """Calls `note` for everything that changed groups, leases or counts of ends. It refuses what a ledger refuses.
 
     `acked`: the latest leases that ended with an acknowledgement.
     """
@@ -35,19 +39,9 @@ class NotedLedger(Ledger):
         """Take in a group, and note it if it is new."""
         new = super().add(key, sections, now)
         if new:
-            self.note("add", key.id, "", {"seq": key.seq, "purpose": key.purpose, "min_version": key.min_version})
+            body = {"seq": key.seq, "purpose": key.purpose, "min_version": key.min_version, "length": key.length}
+            self.note("add", key.id, "", body)
         return new
-
-    def lease(
-        self, stage: str, worker: str, want: int, now: float, *, version: PolicyVersion = 0, at_least: int = 1
-    ) -> list[Grant]:
-        """Hand out groups, and note them."""
-        granted = super().lease(stage, worker, want, now, version=version, at_least=at_least)
-        for grant in granted:
-            deadline = grant.record.deadline if stage == ROLLOUT else None
-            body = {"lease": grant.lease.id, "worker": worker, "deadline": deadline}
-            self.note("lease", grant.lease.group, stage, body)
-        return granted
 
     def put(
         self,
@@ -94,52 +88,34 @@ class NotedLedger(Ledger):
             super().end(state, reason)
             self.note("run_end", "", "", {"state": state, "reason": reason})
 
-    def resume(self, lease: Lease, deadline: PolicyVersion | None, now: float) -> None:
-        """Hand out a group again, to the same worker under the same lease, as `_grant` noted it."""
-        record, books = self.books.records[lease.group], self.books
-        waiting = books.evaluation if lease.stage == ROLLOUT and not record.is_train else books.queues[lease.stage]
-        waiting.remove(lease.group)
-        books.last_lease = lease.id - 1
-        books.grant(lease.stage, lease.worker, lease.group, now, self.limits.lease_seconds)
-        if lease.stage == ROLLOUT and deadline is not None:
-            record.deadline = deadline
-            self.window.resume(deadline)
-            self.counts.started += 1
-        if lease.stage == TRAINER and record.deadline is not None:
-            books.order.remove(lease.group)
-            self.window.hand_out(record.deadline)
-            record.handed = True
+    def grant(self, stage: str, worker: str, group: str, now: float, deadline: PolicyVersion | None = None) -> Grant:
+        """Lease a group, and note it."""
+        grant = super().grant(stage, worker, group, now, deadline)
+        self.note("lease", group, stage, {"lease": grant.lease.id, "worker": worker, "deadline": deadline})
+        return grant
 
-    def give_back(self, lease_id: int, reason: str, now: float, *, fault: bool) -> None:
-        """End a lease as `_give_back` noted it."""
-        lease = self.books.leases.get(lease_id)
-        if lease is not None:
-            self._give_back(lease, reason, now, fault=fault)
-
-    def finish(self, group: str, end: End, reason: str) -> None:
-        """End a group as `_finish` noted it."""
-        record = self.books.records.get(group)
-        if record is not None:
-            self._finish(record, end, reason)
-
-    def _lease_trainer(self, worker: str, want: int, now: float, version: PolicyVersion, at_least: int) -> list[Grant]:
-        # What is given back because it was too little has never left: only stale groups are noted of such a try.
-        note, noted = self.note, list[tuple[str, str, str, Mapping[str, Any]]]()
-        self.note = lambda *what: noted.append(what)
-        try:
-            granted = super()._lease_trainer(worker, want, now, version, at_least)
-        finally:
-            self.note = note
-            for what in noted:
-                if what[0] != "back":
-                    note(*what)
-        return granted
-
-    def _give_back(self, lease: Lease, reason: str, now: float, *, fault: bool = True) -> None:
+    def give_back(self, lease: Lease, reason: str, now: float, *, fault: bool = True) -> None:
+        """Note that a lease ends without a result, and what follows from it."""
         if lease.id in self.books.leases:
             self.note("back", lease.group, lease.stage, {"lease": lease.id, "reason": reason, "fault": fault})
-        super()._give_back(lease, reason, now, fault=fault)
+        super().give_back(lease, reason, now, fault=fault)
 
-    def _finish(self, record: Record, end: End, reason: str) -> None:
+    def finish(self, record: Record, end: End, reason: str) -> None:
+        """Note the end of a group."""
         self.note("finish", record.key.id, "", {"end": end, "reason": reason})
-        super()._finish(record, end, reason)
+        super().finish(record, end, reason)
+
+    def regenerate(self, record: Record, reason: str, now: float) -> None:
+        """Note that a group begins anew."""
+        self.note("regenerate", record.key.id, ROLLOUT, {"reason": reason})
+        super().regenerate(record, reason, now)
+
+    def postpone(self, record: Record, due: PolicyVersion, now: float) -> None:
+        """Note that a group is due by another step."""
+        self.note("postpone", record.key.id, "", {"due": due})
+        super().postpone(record, due, now)
+
+    def rewind(self, version: PolicyVersion, now: float) -> None:
+        """Take back what was trained, and note it behind the leases that ended with it."""
+        super().rewind(version, now)
+        self.note("rewind", "", "", {"version": version})

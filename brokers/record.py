@@ -10,6 +10,8 @@ from common.section import SectionInfo
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 End = Literal["dropped", "dead"]
+Stragglers = Literal["wait", "drop", "regenerate", "down_weight"]
+Ordering = Literal["fifo", "oldest_version", "short_first"]
 DEAD_LETTERS = 1000
 """histories of dead groups that are kept, the latest"""
 REASONS = 100
@@ -48,6 +50,10 @@ class Limits:
 
     `max_bytes`: of all sections of the run, wherever they lie; None for no bound but that of the rollout queue.
     `in_order`: hand groups to the trainer strictly in the order of their prompts (deterministic runs).
+    `stragglers`: what becomes of a group that keeps the trainer waiting for `straggler_seconds`, see `brokers.gates`;
+    `late_factor`: weight of a group per version beyond its deadline, under `down_weight`.
+    `order`: of stage queues, see `brokers.books`; who waits for more than `fairness_seconds` leaves first.
+    `lanes`: upper bounds, ascending, of predicted lengths in tokens; one more lane is for longer and unknown ones.
     """
 
     groups_per_step: int
@@ -59,11 +65,21 @@ class Limits:
     max_queue_bytes: int = 4 << 30
     max_bytes: int | None = None
     in_order: bool = False
+    stragglers: Stragglers = "wait"
+    straggler_seconds: float = 60.0
+    late_factor: float = 0.5
+    order: Ordering = "oldest_version"
+    fairness_seconds: float = 300.0
+    lanes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Record:
-    """A live group. `pending`: stages that have not acknowledged it yet."""
+    """A live group. `pending`: stages that have not acknowledged it yet.
+
+    `deadline`: last version that may train it. `due`: the step by which the gate wants it, see `brokers.window`.
+    `place`: in the step that is made again, for a group that was part of it; else -1.
+    """
 
     key: GroupKey
     pending: set[str]
@@ -73,6 +89,9 @@ class Record:
     attempts: Counter[str] = field(default_factory=Counter[str])
     history: list[str] = field(default_factory=list[str])
     deadline: PolicyVersion | None = None
+    due: PolicyVersion = 0
+    place: int = -1
+    weight: float = 1.0
     version_min: PolicyVersion = -1
     version_max: PolicyVersion = -1
     tokens: int = 0
@@ -115,7 +134,11 @@ class Grant:
 
 @dataclass(slots=True)
 class Counts:
-    """How groups ended. `started` = trained + dropped + dead + those still under way."""
+    """How groups ended. `started` = trained + dropped + dead + those still under way.
+
+    `restarted`: starts that came to nothing with their worker; `regenerated`: those given up because they were too slow
+    or too old. Neither counts as started. `down_weighted`: groups that the trainer acknowledged beyond their deadline.
+    """
 
     started: int = 0
     trained: int = 0
@@ -124,6 +147,8 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter[str])
     dead: Counter[str] = field(default_factory=Counter[str])
     restarted: int = 0
+    regenerated: int = 0
+    down_weighted: int = 0
     expired: int = 0
     repeated: int = 0
 
@@ -142,6 +167,8 @@ class Counts:
             "dropped": dict(self.dropped),
             "dead": dict(self.dead),
             "restarted": self.restarted,
+            "regenerated": self.regenerated,
+            "down_weighted": self.down_weighted,
             "expired": self.expired,
             "repeated": self.repeated,
         }

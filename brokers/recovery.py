@@ -16,7 +16,7 @@ import structlog
 
 from brokers.journal import Event, Recovery, recover, segments
 from brokers.noted import NotedLedger
-from brokers.record import Counts, Lease
+from brokers.record import Counts
 from brokers.store import Store
 from common.group import GroupKey
 
@@ -34,6 +34,8 @@ def state_of(ledger: NotedLedger) -> dict[str, Any]:
     """Return what a reader must know of a ledger that does not follow from the groups that are still alive."""
     return {
         "version": ledger.window.version,
+        "reached": ledger.window.reached,
+        "committed": ledger.committed,
         "trained": ledger.window.trained,
         "counts": ledger.counts.to_wire(),
         "next_seq": dict(ledger.next_seq),
@@ -47,6 +49,7 @@ def state_of(ledger: NotedLedger) -> dict[str, Any]:
 def set_state(ledger: NotedLedger, state: Mapping[str, Any]) -> None:
     """Set what `state_of` told."""
     ledger.window.version, ledger.window.trained = state["version"], state["trained"]
+    ledger.window.reached, ledger.committed = state["reached"], state["committed"]
     counts = Counts(**state["counts"])
     counts.dropped, counts.dead = Counter(counts.dropped), Counter(counts.dead)
     ledger.counts = counts
@@ -82,7 +85,7 @@ def replay(folder: Path, ledger: NotedLedger, store: Store, now: float) -> Recov
             recovered.run = event.body.get("service", {})
         if event.kind == "add":
             recovered.began[event.group] = number
-        _happen(ledger, store, event, now)
+        happen(ledger, store, event, now)
     recovered.began = {group: recovered.began[group] for group in ledger.books.records}
     recovered.events = found.events
     if found.events:
@@ -98,7 +101,7 @@ def replay(folder: Path, ledger: NotedLedger, store: Store, now: float) -> Recov
     return recovered
 
 
-def _happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None:
+def happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None:
     """Let one event happen again. Groups and leases that are not here belong to segments that were dropped."""
     body, group = event.body, event.group
     infos = [section.info for section in event.sections]
@@ -106,11 +109,13 @@ def _happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None
         case "state":
             set_state(ledger, body)
         case "add":
-            ledger.add(GroupKey(group, body["seq"], body["purpose"], body["min_version"]), infos, now)
+            key = GroupKey(group, body["seq"], body["purpose"], body["min_version"], body["length"])
+            ledger.add(key, infos, now)
             for section in event.sections:
                 store.adopt(group, section)
         case "lease" if group in ledger.books.records:
-            ledger.resume(Lease(body["lease"], group, event.stage, body["worker"], 0, 0.0), body["deadline"], now)
+            ledger.books.last_lease = body["lease"] - 1
+            ledger.grant(event.stage, body["worker"], group, now, body["deadline"])
         case "put" if body["lease"] in ledger.books.leases:
             oldest, newest = body["versions"]
             ledger.put(body["lease"], body["worker"], infos, (oldest, newest), body["tokens"])
@@ -118,21 +123,34 @@ def _happen(ledger: NotedLedger, store: Store, event: Event, now: float) -> None
                 store.adopt(group, section)
         case "ack" if body["lease"] in ledger.books.leases:
             ledger.ack(body["lease"], body["worker"], now, body["step"])
-        case "back":
-            ledger.give_back(body["lease"], body["reason"], now, fault=body["fault"])
-        case "finish":
-            ledger.finish(group, body["end"], body["reason"])
+        case "back" if body["lease"] in ledger.books.leases:
+            ledger.give_back(ledger.books.leases[body["lease"]], body["reason"], now, fault=body["fault"])
+        case "finish" | "regenerate" | "postpone" if group in ledger.books.records:
+            _happen_to_group(ledger, event, now)
         case _:
-            _happen_to_run(ledger, event)
+            _happen_to_run(ledger, event, now)
 
 
-def _happen_to_run(ledger: NotedLedger, event: Event) -> None:
+def _happen_to_group(ledger: NotedLedger, event: Event, now: float) -> None:
+    body, record = event.body, ledger.books.records[event.group]
+    match event.kind:
+        case "finish":
+            ledger.finish(record, body["end"], body["reason"])
+        case "regenerate":
+            ledger.regenerate(record, body["reason"], now)
+        case _:
+            ledger.postpone(record, body["due"], now)
+
+
+def _happen_to_run(ledger: NotedLedger, event: Event, now: float) -> None:
     body = event.body
     match event.kind:
         case "advance":
             ledger.advance(body["version"])
         case "commit":
             ledger.commit(body["version"])
+        case "rewind":
+            ledger.rewind(body["version"], now)
         case "data_end":
             ledger.end_of_data()
         case "run_end":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from brokers.books import Books
-from brokers.record import ROLLOUT, Record, StageSpec
+from brokers.record import ROLLOUT, Limits, Record, StageSpec
 from common.errors import WireError
 from common.group import GroupKey, PolicyVersion
 from common.section import SectionInfo
@@ -36,10 +36,25 @@ def unfinished(stage: StageSpec, record: Record, put: Sequence[str]) -> None:
 
 
 def spans(record: Record, versions: tuple[PolicyVersion, PolicyVersion], trainer: PolicyVersion) -> None:
-    """Refuse spans of versions that no trainer has made: staleness is never negative."""
+    """Refuse spans of versions that no trainer has made. `trainer`: the newest that was ever reached."""
     if not 0 <= versions[0] <= versions[1] <= trainer:
         oldest, newest = versions
         raise WireError(f"group {record.key.id} holds versions {oldest} to {newest}, the trainer is at {trainer}")
+
+
+def unknown_lane(lane: int | None, limits: Limits) -> None:
+    """Refuse a lane that no setting makes."""
+    if lane is not None and not 0 <= lane <= len(limits.lanes):
+        raise WireError(f"lane {lane} of predicted lengths is asked for; broker.lanes makes {len(limits.lanes) + 1}")
+
+
+def resumed(version: PolicyVersion, committed: PolicyVersion, trainer: PolicyVersion) -> None:
+    """Refuse a checkpoint whose groups are gone, or that cannot be."""
+    if not committed <= version <= trainer:
+        raise WireError(
+            f"trainer resumes at version {version}: it can at the last commit, {committed}, or later, "
+            f"and not beyond {trainer}, which it had reached"
+        )
 
 
 def future_version(who: str, version: PolicyVersion, trainer: PolicyVersion) -> None:

@@ -28,6 +28,7 @@ def describe(service: SampleService, now: float) -> dict[str, Any]:
         **service.state(),
         "run": service.run,
         "outstanding": ledger.window.outstanding,
+        "late": ledger.window.late,
         "bytes": service.store.bytes,
         "store": service.store.describe(),
         "waiting_producers": [
@@ -56,6 +57,7 @@ def item_of(grant: Grant, now: float) -> Item:
         "deadline": -1 if record.deadline is None else record.deadline,
         "generation_s": generated - started,
         "queue_s": now - generated,
+        "weight": record.weight,
     }
     versions = (record.version_min, record.version_max)
     place = (key.id, key.seq, key.purpose, key.min_version)

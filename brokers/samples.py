@@ -174,7 +174,8 @@ class SampleService(RunService):
         if "version" in message.header.body:
             self.member(message.peer).version = version
         at_least = message.integer("at_least", 1)
-        granted = self.ledger.lease(stage, message.peer, want, now, version=version, at_least=at_least)
+        lane = message.integer("lane") if "lane" in message.header.body else None
+        granted = self.ledger.lease(stage, message.peer, want, now, version=version, at_least=at_least, lane=lane)
         if granted:
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
@@ -261,4 +262,7 @@ class SampleService(RunService):
 
 
 def _key(item: Item) -> GroupKey:
-    return GroupKey(item.group, item.seq, item.purpose, item.min_version)  # pyright: ignore[reportArgumentType]
+    length = item.facts.get("length", 0)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+        raise WireError(f"group {item.group}: predicted length is {length!r}, expected tokens, or 0 if unknown")
+    return GroupKey(item.group, item.seq, item.purpose, item.min_version, length)  # pyright: ignore[reportArgumentType]

@@ -140,6 +140,13 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.deterministic and config.max_staleness != 0:
         reason = "otherwise the version that makes a token depends on timing"
         yield f"deterministic = true needs max_staleness = 0, not {config.max_staleness}: {reason}"
+    for name, value, only in (
+        ("staleness.policy", config.staleness.policy, "wait"),
+        ("broker.order", config.broker.order, "oldest_version"),
+        ("broker.lanes", list(config.broker.lanes), []),
+    ):
+        if config.deterministic and value != only:
+            yield f"deterministic = true hands groups out by prompt alone, so {name} must be {only!r}, not {value!r}"
     if (config.model.path is None) == (config.model.recipe is None):
         yield "set exactly one of model.path (a Hugging Face folder) and model.recipe.name (a model made here)"
     if config.steps is None and config.epochs is None:

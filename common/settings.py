@@ -74,8 +74,25 @@ class Workers(Table):
     advantage: int = Field(1, ge=0)
 
 
+class Staleness(Table):
+    """What becomes of a group that keeps the trainer from its next batch for `straggler_seconds`.
+
+    `wait`: the trainer waits on. `drop`: the group is given up. `regenerate`: it is generated anew by current weights,
+    at most `broker.max_attempts` times. `down_weight`: the trainer goes on, and the group is trained when it comes; its
+    loss is multiplied by `factor` for each version by which it is older than `max_staleness`.
+    """
+
+    policy: Literal["wait", "drop", "regenerate", "down_weight"] = "wait"
+    straggler_seconds: float = Field(60.0, gt=0)
+    factor: float = Field(0.5, gt=0, lt=1)
+
+
 class Broker(Table):
     """The sample broker. `max_queue_groups`: prompts waiting for rollout, by default twice what may be under way.
+
+    `order`: in which groups leave the queues before the trainer's: as they came, by the version of their start, or by
+    tokens (before rollout: predicted ones); who waits for more than `fairness_seconds` leaves first. `lanes`: upper
+    bounds of predicted lengths in tokens; a rollout worker may ask for groups of one lane first.
 
     `memory_bytes`: sections beyond these go to files in the run's folder. `max_bytes`: sections in memory and files
     together, above which prompts wait; by default only the rollout queue's own bounds hold them up.
@@ -95,6 +112,9 @@ class Broker(Table):
     memory_bytes: int = 8 << 30
     max_bytes: int | None = None
     high_water_mark: int = 64
+    order: Literal["fifo", "oldest_version", "short_first"] = "oldest_version"
+    fairness_seconds: float = Field(300.0, gt=0)
+    lanes: tuple[int, ...] = ()
     journal: bool = False
     journal_segment_bytes: int = Field(256 << 20, gt=0)
     journal_fsync: bool = False
@@ -105,6 +125,13 @@ class Broker(Table):
     def _is_a_bound(cls, value: int | None) -> int | None:
         if value is not None and value <= 0:
             raise ValueError("a bound must be at least 1; in ZeroMQ 0 would mean unlimited, and memory has an end")
+        return value
+
+    @field_validator("lanes")
+    @classmethod
+    def _are_ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted({bound for bound in value if bound > 0}):
+            raise ValueError("upper bounds of lanes are positive and ascending, for example [256, 1024]")
         return value
 
 
@@ -151,6 +178,7 @@ class Config(Table):
     algorithm: Component = Component(name="grpo")
     backend: Component = Component(name="torch")
     workers: Workers = Workers.model_validate({})
+    staleness: Staleness = Staleness.model_validate({})
     broker: Broker = Broker.model_validate({})
     weights: Weights = Weights.model_validate({})
     supervisor: Supervisor = Supervisor.model_validate({})

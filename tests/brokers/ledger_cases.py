@@ -1,9 +1,12 @@
 """A ledger with its bytes and a clock that is moved by hand, and stages as a run with a reference model has them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from brokers.ledger import Ledger
+from brokers.journal import Event
+from brokers.noted import NotedLedger
 from brokers.record import Grant, Limits, StageSpec
+from brokers.recovery import happen
 from brokers.store import MemoryStore
 from common.clock import ManualClock
 from common.group import GroupKey, Purpose
@@ -37,44 +40,111 @@ def section(name: str, length: int = 0) -> Section:
 
 
 class Bench:
-    """The ledger as the sample broker drives it. `worker` is the stage's name unless a test says otherwise."""
+    """The ledger as the sample broker drives it. `worker` is the stage's name unless a test says otherwise.
+
+    `events`: all that was noted, from which `restart` makes the ledger anew.
+    """
 
     def __init__(self, size: int, s: int = 0, **limits: object) -> None:
         self.clock = ManualClock()
-        self.store = MemoryStore()
+        self.limits = Limits(size, s, **limits)  # pyright: ignore[reportArgumentType]
         self.freed: list[tuple[str, str]] = []
-        self.ledger = Ledger(STAGES, Limits(size, s, **limits), self._free)  # pyright: ignore[reportArgumentType]
+        self.events: list[Event] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.store = MemoryStore()
+        self.ledger = NotedLedger(STAGES, self.limits, self._free)
+        self.ledger.note = self._note
+
+    def _note(self, kind: str, group: str, stage: str, body: Mapping[str, Any]) -> None:
+        self.events.append(Event(kind, group, stage, body, []))
+
+    def _keep(self, group: str, kept: Section) -> None:
+        self.store.keep(group, kept)
+        self.events[-1].sections.append(kept)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _free(self, group: str, name: str) -> None:
         self.freed.append((group, name))
         self.store.free(group, name)
 
-    def add(self, seq: int, purpose: Purpose = "train", min_version: int = 0) -> bool:
-        key = GroupKey(f"{purpose}-{seq}", seq, purpose, min_version)
+    def restart(self) -> None:
+        """The broker's process is gone; what it noted happens again to a fresh ledger and an empty store."""
+        events = self.events
+        self._begin()
+        self.events = []
+        for event in events:
+            happen(self.ledger, self.store, event, self.clock.now())
+        self.events = events
+
+    def decisions(self, since: int) -> list[Event]:
+        """What the ledger decided by itself about groups, among the events from number `since` on."""
+        mine = ("straggler", "stale", "rollout: straggler", "rollout: stale")
+        return [
+            event
+            for event in self.events[since:]
+            if event.kind in ("regenerate", "postpone") or (event.kind == "finish" and event.body["reason"] in mine)
+        ]
+
+    def portrait(self) -> dict[str, Any]:
+        """All that must survive a restart; times begin anew."""
+        ledger, books = self.ledger, self.ledger.books
+        groups = {
+            name: (
+                (record.key, record.pending, list(record.sections.values()), record.leases, record.attempts),
+                (record.history, record.deadline, record.due, record.place, record.weight, record.handed),
+                (record.version_min, record.version_max, record.tokens, record.trained_step),
+            )
+            for name, record in books.records.items()
+        }
+        counts = {name: value for name, value in ledger.counts.to_wire().items() if name not in ("repeated", "expired")}
+        return {
+            "groups": groups,
+            "leases": {lease.id: (lease.group, lease.worker, lease.attempt, lease.staged)
+                       for lease in books.leases.values()},
+            "queues": {name: (queue.groups, queue.bytes, queue.ready, queue.head(0))
+                       for name, queue in books.queues.items()},
+            "order": (books.order.ready, books.order.first(), list(books.started)),
+            "uncommitted": {step: [record.key.id for record in records]
+                            for step, records in ledger.uncommitted.items() if records},
+            "window": vars(ledger.window) | {"_due": dict(ledger.window._due)},  # pyright: ignore[reportPrivateUsage]
+            "counts": counts,
+            "rest": (ledger.next_seq, ledger.committed, ledger.ended, ledger.data_ended, books.last_lease),
+            "store": (self.store.bytes, len(self.store)),
+        }  # fmt: skip
+
+    def add(self, seq: int, purpose: Purpose = "train", min_version: int = 0, length: int = 0) -> bool:
+        key = GroupKey(f"{purpose}-{seq}", seq, purpose, min_version, length)
         sections = [section(name) for name in PROMPT]
         taken = self.ledger.add(key, [each.info for each in sections], self.clock.now())
         if taken:
             for each in sections:
                 if each.name in self.ledger.books.records[key.id].sections:
-                    self.store.keep(key.id, each)
+                    self._keep(key.id, each)
         return taken
 
     def lease(
-        self, name: str, want: int = 1, version: int | None = None, at_least: int = 1, worker: str = ""
+        self,
+        name: str,
+        want: int = 1,
+        version: int | None = None,
+        at_least: int = 1,
+        worker: str = "",
+        lane: int | None = None,
     ) -> list[Grant]:
         version = self.ledger.window.version if version is None else version
         now = self.clock.now()
-        return self.ledger.lease(name, worker or name, want, now, version=version, at_least=at_least)
+        return self.ledger.lease(name, worker or name, want, now, version=version, at_least=at_least, lane=lane)
 
-    def put(self, grant: Grant, versions: tuple[int, int] | None = None) -> list[str]:
+    def put(self, grant: Grant, versions: tuple[int, int] | None = None, tokens: int = 3) -> list[str]:
         lease = grant.lease
         sections = [section(name) for name in sorted(BY_NAME[lease.stage].adds)]
         version = (grant.record.deadline or 0) - self.ledger.limits.max_staleness
         known = (max(0, version),) * 2 if lease.stage == "rollout" else (-1, -1)
-        fresh = self.ledger.put(lease.id, lease.worker, [each.info for each in sections], versions or known, 3)
+        fresh = self.ledger.put(lease.id, lease.worker, [each.info for each in sections], versions or known, tokens)
         for each in sections:
             if each.name in fresh:
-                self.store.keep(lease.group, each)
+                self._keep(lease.group, each)
         return fresh
 
     def ack(self, grant: Grant, step: int | None = None) -> None:

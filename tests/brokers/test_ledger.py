@@ -160,6 +160,20 @@ def test_a_silent_workers_groups_go_back_and_its_late_ack_is_refused() -> None:
     assert (bench.ledger.counts.expired, bench.ledger.counts.restarted, bench.ledger.counts.started) == (1, 1, 2)
 
 
+def test_a_worker_that_fell_silent_after_many_signs_of_life_loses_its_lease_when_the_last_one_is_too_old() -> None:
+    bench = Bench(2, lease_seconds=30.0)
+    bench.add(0)
+    bench.lease("rollout", worker="a")
+    for _ in range(10):  # until 200 s
+        bench.clock.advance(20)
+        bench.ledger.extend("a", bench.clock.now())
+        assert bench.ledger.expire(bench.clock.now()) == []
+    bench.clock.advance(29)
+    assert bench.ledger.expire(bench.clock.now()) == []
+    bench.clock.advance(1)
+    assert [lease.group for lease in bench.ledger.expire(bench.clock.now())] == ["train-0"]
+
+
 def test_a_lease_is_only_good_for_the_worker_that_holds_it() -> None:
     bench = Bench(1)
     bench.add(0)

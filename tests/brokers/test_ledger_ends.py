@@ -227,7 +227,9 @@ def test_a_finished_group_leaves_nothing_behind_but_numbers() -> None:
             bench.generate()
             assert len(bench.step()) == 2
     books = bench.ledger.books
-    assert (len(books.records), len(books.leases), len(bench.store)) == (0, 0, 0)
+    assert (len(books.records), len(books.leases), len(bench.store), len(books.started)) == (0, 0, 0, 0)
+    assert len(books._expiries) < 200  # pyright: ignore[reportPrivateUsage]
     for queue in (*books.queues.values(), books.evaluation, books.order):
-        assert len(queue._heap) < 200  # pyright: ignore[reportPrivateUsage]
+        for heap in (*queue._lanes, queue._by_age):  # pyright: ignore[reportPrivateUsage]
+            assert len(heap) < 200
         assert (queue.groups, queue.bytes, queue.ready) == (0, 0, 0)

@@ -5,35 +5,41 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from ledger_cases import ADDED, BY_NAME, PROMPT
-from ledger_happenings import WORKERS, Happenings
+from ledger_happenings import ORIGINAL, WORKERS, Happenings
 
 
 class LedgerMachine(Happenings):
     @invariant()
     def every_group_is_in_one_place(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "bench"):
             return
         assert self.ledger.books.records.keys() == self.live.keys()
         assert self.ledger.books.leases.keys() == self.held.keys()
         counts, version = self.ledger.counts, self.ledger.window.version
         train = [known for known in self.live.values() if known.purpose == "train"]
         updated = sum(known.trained_at is not None and known.trained_at < version for known in train)
-        under_way = sum(known.oldest is not None for known in train) - updated
+        excused = sum(known.excused for known in train)
+        under_way = sum(known.oldest is not None for known in train) - updated - excused
+        assert (self.ledger.window.outstanding, self.ledger.window.late) == (under_way, excused)
         ends = list(self.ended.values())
         assert counts.trained == ends.count("trained") + updated
         assert counts.dropped.total() == ends.count("dropped")
         assert counts.dead.total() == sum(end == "dead" for g, end in self.ended.items() if g.startswith("train"))
-        assert counts.started == under_way + counts.trained + counts.dropped.total() + counts.dead.total()
+        lost = counts.dropped.total() + counts.dead.total()
+        assert counts.started == under_way + excused + counts.trained + lost
+        assert (counts.regenerated, counts.down_weighted) == (self.regenerated, len(self.down_weighted))
         assert counts.evaluated == ends.count("evaluated")
         assert counts.repeated == self.repeats
-        free = (self.s + 1) * self.size - under_way
+        reached = self.ledger.window.reached
+        free = (reached + self.s + 1 - version) * self.size - under_way
+        assert free >= 0
         if self.total is not None:
-            free = min(free, self.total - counts.trained - under_way)
-        assert self.ledger.window.credits(version) == free
+            free = max(0, min(free, self.total - counts.trained - under_way))
+        assert self.ledger.window.credits(reached) == free
 
     @invariant()
     def queues_equal_a_recount(self) -> None:
-        for stage, queue in self.ledger.books.queues.items() if hasattr(self, "ledger") else ():
+        for stage, queue in self.ledger.books.queues.items() if hasattr(self, "bench") else ():
             inside = [
                 group for group, known in self.live.items()
                 if known.in_work_or_ready(stage) and (stage != "rollout" or known.purpose == "train")
@@ -43,11 +49,13 @@ class LedgerMachine(Happenings):
 
     @invariant()
     def exactly_the_sections_that_somebody_still_needs_are_kept(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "bench"):
             return
         kept: dict[tuple[str, str], int] = {}
         for group, known in self.live.items():
             needed = {name for stage in known.pending() for name in BY_NAME[stage].requires}
+            if self.policy == "regenerate" and known.purpose == "train":
+                needed |= ORIGINAL
             kept |= {(group, name): 1 for name in known.sections & needed}
         for grant in self.held.values():
             kept |= {(grant.lease.group, name): 1 for name in grant.lease.staged}
@@ -57,7 +65,7 @@ class LedgerMachine(Happenings):
 
     def teardown(self) -> None:
         """With workers that live, a run always comes to two more updates or to its end; then nothing is left."""
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "bench"):
             return
         for worker in WORKERS:
             self.lose_a_worker(worker)
@@ -68,10 +76,13 @@ class LedgerMachine(Happenings):
                 self.bench.add(ledger.next_seq["train"])
             self.bench.generate()
             in_hand = sum(k.trained_at == ledger.window.version for k in self.live.values())
-            grants = self.bench.lease("trainer", self.size, at_least=self.size - in_hand)
+            since = len(self.bench.events)
+            grants = self.bench.lease("trainer", self.size - in_hand, at_least=self.size - in_hand)
+            if len(grants) + in_hand < self.size and self.bench.decisions(since):
+                continue  # those that were too old are replaced
             assert len(grants) + in_hand == self.size or ledger.exhausted, "deadlock"
             for grant in grants:
-                assert 0 <= ledger.window.version - grant.record.version_min <= self.s
+                assert ledger.window.version - grant.record.version_min <= self.s or self.policy == "down_weight"
                 self.bench.ack(grant)
             ledger.advance(ledger.window.version + 1)
             assert ledger.counts.trained > trained or ledger.exhausted
@@ -81,8 +92,8 @@ class LedgerMachine(Happenings):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=150,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

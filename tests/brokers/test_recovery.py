@@ -13,7 +13,7 @@ from brokers.channel import MemoryBroker
 from brokers.conduct import Facts
 from brokers.durable import DurableService
 from brokers.journal import Journal, segments
-from brokers.record import Limits
+from brokers.record import Limits, Stragglers
 from brokers.recovery import clear_other_runs
 from brokers.service import Message
 from common.clock import ManualClock
@@ -42,6 +42,7 @@ def portrait(service: DurableService) -> dict[str, Any]:
             sorted(record.pending),
             {info.name: bytes(service.store.read(name, info)) for info in record.sections.values()},
             (record.deadline, record.version_min, record.version_max, record.tokens),
+            (record.due, record.place, record.weight),
             (record.handed, record.trained_step, dict(+record.attempts), record.history),
         )
         for name, record in ledger.books.records.items()
@@ -54,13 +55,18 @@ def portrait(service: DurableService) -> dict[str, Any]:
         name: (queue.groups, queue.ready, queue.bytes, queue.first()) for name, queue in ledger.books.queues.items()
     }
     counts = {name: value for name, value in ledger.counts.to_wire().items() if name not in ("repeated", "expired")}
-    window = (ledger.window.version, ledger.window.trained, ledger.window.outstanding, ledger.window.slots)
+    window = {**vars(ledger.window), "_due": dict(ledger.window._due)}  # pyright: ignore[reportPrivateUsage]
+    committed = (
+        ledger.committed,
+        {step: [r.key.id for r in made] for step, made in ledger.uncommitted.items() if made},
+    )
     return {
         "groups": groups,
         "leases": leases,
         "queues": queues,
         "counts": counts,
         "window": window,
+        "committed": committed,
         "credits": ledger.window.credits(ledger.window.version),
         "next_seq": ledger.next_seq,
         "ended": (ledger.ended, ledger.data_ended),
@@ -76,7 +82,10 @@ class Life:
         self.random = random.Random(seed)
         self.folder, self.segment_bytes = folder, segment_bytes
         self.clock = ManualClock()
-        self.limits = Limits(2, 1, lease_seconds=10.0, max_queue_groups=50)
+        policy: Stragglers = ("wait", "drop", "regenerate", "down_weight")[seed % 4]
+        self.limits = Limits(
+            2, 1, lease_seconds=10.0, max_queue_groups=50, stragglers=policy, straggler_seconds=1.0, lanes=(10,)
+        )
         self.service = open_service(folder, self.clock, self.limits, segment_bytes)
         self.held: dict[str, list[Any]] = {stage.name: [] for stage in STAGES}
         self.last_version = 0
@@ -98,7 +107,7 @@ class Life:
     def act(self) -> None:
         acts: list[Callable[[], object]] = [
             self.add, self.add, self.lease, self.lease, self.lease, self.finish, self.finish, self.finish, self.finish,
-            self.put_only, self.nack, self.train, self.train, self.drop, self.commit, self.beat, self.turn,
+            self.put_only, self.nack, self.train, self.train, self.drop, self.commit, self.beat, self.turn, self.resume,
         ]  # fmt: skip
         try:
             self.random.choice(acts)()
@@ -158,6 +167,12 @@ class Life:
     def commit(self) -> None:
         self.worker.commit(max(0, self.service.ledger.window.version - self.random.randint(0, 1)))
 
+    def resume(self) -> None:
+        """The trainer comes back from the checkpoint that it told of last, or from a later one."""
+        ledger = self.service.ledger
+        self.worker.resume(self.random.randint(ledger.committed, ledger.window.version))
+        self.held["trainer"] = []
+
     def beat(self) -> None:
         self.clock.advance(self.random.choice([0.5, 6.0]))
         self.broker.tick()
@@ -182,7 +197,8 @@ def test_a_broker_killed_after_any_event_is_what_it_was(tmp_path: Path, seed: in
     counts = life.service.ledger.counts
     assert counts.started >= 4
     ends = counts.trained + counts.dropped.total() + counts.dead.total()
-    assert counts.started == ends + life.service.ledger.window.outstanding
+    window = life.service.ledger.window
+    assert counts.started == ends + window.outstanding + window.late
 
 
 def test_credits_are_exact_after_ten_restarts(tmp_path: Path) -> None:

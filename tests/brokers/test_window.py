@@ -32,7 +32,9 @@ class Run:
     def start(self, worker_version: int) -> bool:
         if self.window.credits(worker_version) == 0:
             return False
-        self.waiting.append(Group(self.window.start(worker_version), worker_version))
+        deadline = self.window.admit(worker_version)
+        self.window.start(deadline)
+        self.waiting.append(Group(deadline, worker_version))
         return True
 
     def ready(self) -> list[Group]:
@@ -183,7 +185,7 @@ def test_a_worker_that_lags_too_far_is_starved_by_the_numbers() -> None:
     for version in (1, 2, 3):
         window.advance(version, 0)
     assert [window.credits(w) for w in (3, 2, 1)] == [4, 2, 0]
-    window.start(3)
+    window.start(4)
     assert [window.credits(w) for w in (3, 2, 1)] == [3, 1, 0]
 
 
@@ -211,7 +213,7 @@ def test_a_run_with_an_end_starts_no_group_beyond_it_but_replaces_a_dropped_one(
     # 2 steps of 2 groups, s = 3: the window would let 8 run
     window = Window(2, 3, total_groups=4)
     for _ in range(4):
-        window.start(0)
+        window.start(window.admit(0))
     assert window.credits(0) == 0
     window.give_up(3, handed=False)
     assert window.credits(0) == 1
@@ -225,7 +227,7 @@ def test_mistakes_of_ours_are_assertions() -> None:
     window = Window(1, 0)
     window.start(0)
     with pytest.raises(AssertionError):
-        window.start(0)
+        window.admit(0)
     with pytest.raises(AssertionError):
         window.advance(2, 0)
     with pytest.raises(AssertionError):

@@ -155,6 +155,18 @@ def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
     [
         (("mode=sync", "max_staleness=2"), ("mode = 'sync'", "max_staleness", "2")),
         (("deterministic=true", "max_staleness=1"), ("deterministic = true", "max_staleness", "1")),
+        (
+            ("deterministic=true", "max_staleness=0", "staleness.policy=drop"),
+            ("deterministic = true", "staleness.policy must be 'wait', not 'drop'"),
+        ),
+        (
+            ("deterministic=true", "max_staleness=0", "broker.order=short_first"),
+            ("deterministic = true", "broker.order must be 'oldest_version', not 'short_first'"),
+        ),
+        (
+            ("deterministic=true", "max_staleness=0", "broker.lanes=[8]"),
+            ("deterministic = true", "broker.lanes must be [], not [8]"),
+        ),
         (("broker.max_queue_groups=8", "max_staleness=1"), ("max_queue_groups = 8", "16", "max_staleness = 1")),
         (("model.recipe.name=tiny",), ("model.path", "model.recipe")),
         (("broker.max_bytes=10", "broker.max_queue_bytes=11"), ("broker.max_bytes = 10", "max_queue_bytes = 11")),
@@ -199,6 +211,20 @@ def test_a_bound_of_zero_is_refused_with_the_reason(tmp_path: Path, setting: str
     (found,) = mistakes(tmp_path, "", f"{setting}={value}")
     assert f"setting '{setting}' = {value}" in found
     assert "in ZeroMQ 0 would mean unlimited" in found
+
+
+@pytest.mark.parametrize("value", ["[0, 5]", "[5, 5]", "[9, 5]", "[-1]"])
+def test_lanes_that_do_not_ascend_are_refused(tmp_path: Path, value: str) -> None:
+    (found,) = mistakes(tmp_path, "", f"broker.lanes={value}")
+    assert "broker.lanes" in found
+    assert "ascending, for example [256, 1024]" in found
+    assert read(tmp_path, "", "broker.lanes=[256, 1024]").broker.lanes == (256, 1024)
+
+
+@pytest.mark.parametrize("setting", ["staleness.factor=1", "staleness.factor=0", "staleness.straggler_seconds=0"])
+def test_a_policy_that_could_do_nothing_is_refused(tmp_path: Path, setting: str) -> None:
+    (found,) = mistakes(tmp_path, "", setting)
+    assert setting.partition("=")[0] in found
 
 
 @pytest.mark.parametrize("value", ["inf", "nan"])

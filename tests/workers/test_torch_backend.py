@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,15 @@ def test_a_weight_between_zero_and_one_scales_the_loss_but_not_the_count(text: P
     made.accumulate([make_group([7], [[8], [9]], advantages=[[4.0], [1.0]], weights=[0.5, 1.0])])
     metrics = made.update()
     assert (metrics["loss"], metrics["tokens"]) == (pytest.approx(1.5), 2)
+
+
+def test_a_group_that_came_late_counts_for_less_in_the_loss_and_in_full_in_the_count(text: Path) -> None:
+    # group weight 0.5; losses 4 (sample weight 0.5) and 1: (0.5 * 0.5 * 4 + 0.5 * 1) / 2 = 0.75
+    made = backend(text, Constant())
+    late = make_group([7], [[8], [9]], advantages=[[4.0], [1.0]], weights=[0.5, 1.0])
+    made.accumulate([replace(late, weight=0.5)])
+    metrics = made.update()
+    assert (metrics["loss"], metrics["tokens"]) == (pytest.approx(0.75), 2)
 
 
 def test_a_step_without_a_token_is_skipped_and_counted(text: Path) -> None:

@@ -12,6 +12,11 @@ from common.tensor import NamedTensor
 from workers.trainer.algorithm import Algorithm
 
 
+def loss_weights(group: Group) -> np.ndarray[Any, Any]:
+    """Return by how much the loss of each sample counts, float32 [sample]; less for a group that came late."""
+    return group.numpy("loss_weight") * np.float32(group.weight)
+
+
 class Backend(Protocol):
     """`Backend(options, folder, deterministic)`; `folder` holds the initial weights. The ranks of one act together."""
 

@@ -24,6 +24,7 @@ from workers.models.batch import Array, Ragged, Rows, ragged_like_tokens, read_r
 from workers.models.forward import Scorer
 from workers.models.load import load_model, to_named
 from workers.trainer.algorithm import Algorithm, TokenBatch
+from workers.trainer.backend import loss_weights
 from workers.trainer.backends.torch import TorchBackend
 from workers.trainer.micro import plan
 
@@ -211,7 +212,7 @@ def read_targets(groups: Sequence[Group], with_reference: bool) -> Targets:
     """
     behaviour, advantages = ragged_like_tokens(groups, "logprobs"), ragged_like_tokens(groups, "advantages")
     reference = ragged_like_tokens(groups, "ref_logprobs") if with_reference else None
-    weights = [group.numpy("loss_weight") for group in groups]
+    weights = [loss_weights(group) for group in groups]
     for group, weight in zip(groups, weights, strict=True):
         if len(weight) != len(group.column("response_ids")):
             raise Reject(

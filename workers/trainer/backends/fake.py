@@ -20,6 +20,7 @@ from common.seeds import seed_of
 from common.settings import Table
 from common.tensor import BFLOAT16, NamedTensor, from_numpy
 from workers.trainer.algorithm import Algorithm
+from workers.trainer.backend import loss_weights
 
 MARKER = "fake.json"
 """what `save` writes: the number of updates and the state that they led to"""
@@ -57,7 +58,7 @@ class FakeBackend:
         for group, length_S in zip(groups, lengths, strict=True):
             ids = group.arrays("response_ids")
             self._sum += seed_of(group.key.id, *(seed_of(*sample.tolist()) for sample in ids))
-            weight_S = group.numpy("loss_weight")
+            weight_S = loss_weights(group)
             gains = [float(advantage.sum()) for advantage in group.arrays("advantages")]
             self._loss -= float(np.dot(gains, weight_S))
             self._tokens += int(length_S[weight_S > 0].sum())
