@@ -198,6 +198,16 @@ def recover(folder: Path, found: Recovery) -> Iterator[tuple[int, Event]]:
                 segment.unlink()
 
 
+def read(folder: Path, found: Recovery) -> Iterator[Event]:
+    """Yield the events up to the first torn record, which is told in `found`; unlike `recover`, change nothing."""
+    for segment in segments(folder):
+        for _, events in _commits(segment, found):
+            found.events += len(events)
+            yield from events
+        if found.torn:
+            return
+
+
 def _commits(segment: Path, found: Recovery) -> Iterator[tuple[int, list[Event]]]:
     """Yield (end in the file, events) of each whole batch; the bytes of sections are views of the mapped file."""
     size = segment.stat().st_size

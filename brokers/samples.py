@@ -8,8 +8,9 @@ from brokers.ledger import Ledger
 from brokers.record import TRAINER, Grant, Limits, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
-from brokers.service import Message, refusal
+from brokers.service import Message, Outgoing, refusal
 from brokers.store import MemoryStore, Store
+from brokers.tapping import Taps
 from brokers.waiting import Waiting, WaitingRoom
 from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
@@ -31,7 +32,10 @@ class SampleService(RunService):
         super().__init__(facts, stages, limits, MemoryStore() if store is None else store, kind_of_ledger)
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
         self.adding = WaitingRoom()
+        self.taps = Taps(facts, self.ledger.books.stages, self.state, self.reply)
+        self.open_verbs.add("tap")
         self.verbs |= {
+            "tap": self.taps.ask,
             "add": self._add,
             "lease": self._lease,
             "put": self._put,
@@ -74,6 +78,12 @@ class SampleService(RunService):
             why = self.ledger.room_for(_key(item), item.sections)
             error = QueueFull(f"group {item.group} waited {waiting.message.header.deadline_s:g} s: {why}")
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
+        self.taps.on_time(now, self.ledger.limits.lease_seconds)
+
+    def on_unroutable(self, peer: str, now: float) -> list[Outgoing]:
+        """A tap may be gone, too."""
+        self.taps.forget(peer)
+        return super().on_unroutable(peer, now)
 
     def serve(self, now: float) -> None:
         """Answer waiting requests for which something changed."""
@@ -82,6 +92,7 @@ class SampleService(RunService):
             self.leasing[changed.pop()].serve(lambda waiting: self._answered(self._try_lease, waiting, now))
         self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
         super().serve(now)
+        self.taps.serve(ended=self.ledger.ended is not None)
 
     def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
         try:
@@ -138,6 +149,7 @@ class SampleService(RunService):
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
             self.reply(message.peer, message.header, Header("ok", items=items, body=self.state()), frames)
+            self.taps.granted(stage, items, frames, self.ledger.window.version)
             return True
         if self.ledger.ended or (stage == TRAINER and self.ledger.exhausted):
             self.reply(message.peer, message.header, self._nothing(message))
