@@ -182,8 +182,6 @@ def _take(recording: Recording, staged: dict[int, _Staged], event: Event) -> Non
                 group.added[event.stage] = dict(done.sections)
                 if done.versions[0] >= 0:
                     group.versions, group.tokens = done.versions, done.tokens
-        case "back":
-            staged.pop(body["lease"], None)
         case _:
             pass
 

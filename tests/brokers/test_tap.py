@@ -146,6 +146,20 @@ def test_a_reply_that_is_lost_or_damaged_comes_again_and_is_recorded_once(world:
     assert list(recorded(recorder, tmp_path).groups) == ["train-0", "train-1"]
 
 
+def test_a_tap_that_the_broker_forgot_goes_on_and_still_counts_what_it_missed(world: World, tmp_path: Path) -> None:
+    """As after a restart of the broker: room for 2.5 sections, so of 3 and of 3 groups one each is lost to it."""
+    recorder = tapped(world, tmp_path, "rollout", buffer_bytes=100_000)
+    worker = scored(world, 0, 1, 2, media=bytes(40_000))
+    assert all_of(recorder) == 2
+    world.samples.taps.forget("tap#1")
+    assert take(recorder) == 0
+    worker.offer(3, 4, 5, media=bytes(40_000)).result(SECONDS)
+    worker.serve("rollout")
+    assert all_of(recorder) == 2
+    assert recorder.dropped == 2
+    assert list(recorded(recorder, tmp_path).groups) == ["train-0", "train-1", "train-3", "train-4"]
+
+
 def test_a_question_is_answered_as_soon_as_something_is_handed_out(world: World, tmp_path: Path) -> None:
     recorder = tapped(world, tmp_path)
     question = asked(recorder, 1000.0)

@@ -144,14 +144,3 @@ def test_the_trainer_makes_the_same_steps_again(watched: Run) -> None:
     assert [row[-1] for row in table] == losses
     assert [row[3] for row in table] == losses
     assert (watched.cwd / "trained" / "checkpoint").exists()
-
-
-def test_a_group_that_no_attempt_can_handle_is_told_and_ends_with_code_5(watched: Run) -> None:
-    """No prompt may bring its own vocabulary: an engine with 4 tokens refuses prompts, three times each."""
-    tiny = 'engine={name="fake", vocabulary=4}'
-    arguments = ("--replay", str(watched.folder / "journal"), "--limit", "1", "--set", tiny)
-    code, out, err = ended(watched.cwd, "-m", "workers.rollout", *arguments)
-    assert code == 5, out + err
-    assert "1 groups: 1 dead" in out
-    assert "outside the vocabulary of 4" in out
-    assert "1 of 1 groups died" in err
