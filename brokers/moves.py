@@ -49,6 +49,14 @@ class Moves:
             record.weight = self.limits.late_factor**late_by if late_by > 0 else 1.0
         return grant
 
+    def begin(self, record: Record, deadline: PolicyVersion, now: float) -> None:
+        """Count a group as started that somebody else has generated, as in a replay for the trainer."""
+        record.deadline = record.due = deadline
+        self.window.start(deadline)
+        self.books.started[record.key.id] = record
+        self.counts.started += 1
+        self.books.refresh(record, now)
+
     def give_back(self, lease: Lease, reason: str, now: float, *, fault: bool = True) -> None:
         """End a lease without a result. With `fault` it is an attempt, and after `max_attempts` the group is dead."""
         if lease.id not in self.books.leases:

@@ -14,8 +14,9 @@ from typing import Any
 
 import structlog
 
-from brokers.journal import Event, Recovery, recover, segments
+from brokers.journal import Event, segments
 from brokers.noted import NotedLedger
+from brokers.playback import Recovery, recover
 from brokers.record import Counts
 from brokers.store import Store
 from common.group import GroupKey

@@ -9,8 +9,9 @@ from brokers.ledger import Ledger
 from brokers.record import ROLLOUT, TRAINER, Grant, Limits, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
-from brokers.service import Message, refusal
+from brokers.service import Message, Outgoing, refusal
 from brokers.store import MemoryStore, Store
+from brokers.tapping import Taps
 from brokers.waiting import Waiting, WaitingRoom
 from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
@@ -35,7 +36,10 @@ class SampleService(RunService):
         super().__init__(facts, stages, limits, MemoryStore() if store is None else store, kind_of_ledger)
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
         self.adding = WaitingRoom()
+        self.taps = Taps(facts, self.ledger.books.stages, self.state, self.reply)
+        self.open_verbs.add("tap")
         self.verbs |= {
+            "tap": self.taps.ask,
             "add": self._add,
             "lease": self._lease,
             "put": self._put,
@@ -83,6 +87,12 @@ class SampleService(RunService):
             group, seconds = waiting.items[0][0].group, waiting.message.header.deadline_s
             error = QueueFull(f"group {group} waited {seconds:g} s: {self._why_no_room(waiting)}")
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
+        self.taps.on_time(now, self.ledger.limits.lease_seconds)
+
+    def on_unroutable(self, peer: str, now: float) -> list[Outgoing]:
+        """A tap may be gone, too."""
+        self.taps.forget(peer)
+        return super().on_unroutable(peer, now)
 
     def serve(self, now: float) -> None:
         """Answer waiting requests for which something changed."""
@@ -93,6 +103,7 @@ class SampleService(RunService):
         if self.adding:
             self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), last_hope=lambda _: True)
         super().serve(now)
+        self.taps.serve(ended=self.ledger.ended is not None)
 
     def _nobody_can(self, waiting: Waiting) -> bool:
         """Whether, when this request for a lease finds nothing, those behind it find nothing either.
@@ -180,6 +191,7 @@ class SampleService(RunService):
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
             self.reply(message.peer, message.header, Header("ok", items=items, body=self.state()), frames)
+            self.taps.granted(stage, items, frames, self.ledger.window.version)
             return True
         if self.ledger.ended or (stage == TRAINER and self.ledger.exhausted):
             self.reply(message.peer, message.header, self._nothing(message))

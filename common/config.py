@@ -33,6 +33,12 @@ def load(path: Path, overrides: Sequence[str], options: TypeOfOptions) -> Config
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    return changed(tree, overrides, options)
+
+
+def changed(tree: dict[str, Any], overrides: Sequence[str], options: TypeOfOptions) -> Config:
+    """Apply `a.b=c` overrides to a tree of settings and check it; raises `ConfigError` as `load` does."""
+    tree = copy.deepcopy(tree)
     for override in overrides:
         _override(tree, override)
     return check(tree, options)

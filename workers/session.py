@@ -100,7 +100,9 @@ class Session:
 def parse(role: str, argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     """Parse what all workers have in common."""
     parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=description)
-    parser.add_argument("--broker", required=True, metavar="ADDRESS", help="the sample broker, tcp://HOST:PORT")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--broker", metavar="ADDRESS", help="the sample broker, tcp://HOST:PORT")
+    where.add_argument("--replay", metavar="DIR", help="no run: a tap's folder, or the journal of a run")
     parser.add_argument(
         "--name", default=f"{role}-{socket.gethostname()}-{os.getpid()}", help="name in the run; one worker each"
     )
@@ -108,15 +110,37 @@ def parse(role: str, argv: Sequence[str] | None, description: str) -> argparse.N
     parser.add_argument("--key", metavar="FILE", help="keys/worker.key in the folder of an encrypted run")
     parser.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS", help="for the first answer")
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
-    return parser.parse_args(argv)
+    alone = parser.add_argument_group("with --replay")
+    alone.add_argument("--limit", type=_count, metavar="N", help="only the first N groups")
+    alone.add_argument("--out", metavar="DIR", help="new folder for the results")
+    alone.add_argument("--config", metavar="FILE", help="instead of the recorded configuration")
+    alone.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting; may be repeated")
+    args = parser.parse_args(argv)
+    given = [name for name in ("limit", "out", "config", "set") if getattr(args, name)]
+    if given and args.replay is None:
+        parser.error(f"--{given[0]} goes with --replay; a worker of a run has its settings from the broker")
+    return args
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of groups")
+    return number
 
 
 @contextmanager
 def joined(role: str, args: argparse.Namespace) -> Generator[Session]:
-    """Join the run at `args.broker` and leave it at the end of the block."""
+    """Join the run at `args.broker`, or a replay of `args.replay`, and leave it at the end of the block."""
     logs.configure(role, json_lines=args.log_json)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    if args.replay is not None:
+        from workers.replay.session import replayed  # noqa: PLC0415 - only who replays needs it
+
+        with replayed(role, args) as session:
+            yield session
+        return
     incarnation = uuid.uuid4().hex[:8]
     key = read_worker_key(Path(args.key)) if args.key else None
     channel = DealerChannel(args.broker, args.name, incarnation, key=key)

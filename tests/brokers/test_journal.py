@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from brokers.journal import Event, Journal, Recovery, recover, segments
+from brokers.journal import Event, Journal, segments
+from brokers.playback import Recovery, recover
 from common.section import Section, SectionInfo
 
 pytestmark = pytest.mark.unit

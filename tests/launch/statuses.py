@@ -96,5 +96,6 @@ def status(*workers: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "dead_letters": [],
         "workers": list(known),
         "turn": {"side": "", "fence": 0},
+        "taps": [],
         **facts,
     }

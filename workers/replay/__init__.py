@@ -1,0 +1,1 @@
+"""A worker at work on recorded groups, without a broker."""
