@@ -137,7 +137,7 @@ class Books:
     def free_unneeded(self, record: Record) -> None:
         """Free the sections that no pending stage requires, nor a stage that may have to do its work again."""
         needed = {name for stage in record.pending for name in self.stages[stage].requires}
-        if record.is_train:
+        if self._original and record.is_train:
             needed |= self._original
         for name in [name for name in record.sections if name not in needed]:
             del record.sections[name]
@@ -174,11 +174,13 @@ class Books:
         if stage == TRAINER:
             if record.place >= 0:
                 return (record.due, 0, record.place)
-            tie = {"fifo": entry, "oldest_version": 0, "short_first": record.tokens}[order]
+            tie = 0 if order == "oldest_version" else entry if order == "fifo" else record.tokens
             return (record.deadline or 0, 1, tie, key.seq)
         if stage == ROLLOUT:
             return (key.length or 1 << 62, key.seq) if order == "short_first" else (key.seq,)
-        return ({"fifo": entry, "oldest_version": record.deadline or 0, "short_first": record.tokens}[order], key.seq)
+        if order == "oldest_version":
+            return (record.deadline or 0, key.seq)
+        return (entry if order == "fifo" else record.tokens, key.seq)
 
     def _lane_of(self, stage: str, record: Record) -> int:
         if stage == TRAINER and record.due == LATE:
