@@ -44,6 +44,8 @@ def limits_of(config: Config) -> Limits:
         max_queue_groups=broker.max_queue_groups or 2 * window,
         max_queue_bytes=broker.max_queue_bytes,
         in_order=config.deterministic,
+        watchdog_seconds=config.watchdog.seconds,
+        watchdog_action=config.watchdog.action,
     )
 
 

@@ -69,6 +69,11 @@ class Books:
         """Return the leases of a worker, oldest first."""
         return [self.leases[lease_id] for lease_id in sorted(self._by_worker.get(worker, ()))]
 
+    def oldest_held_by(self, worker: str) -> Lease | None:
+        """Return the lease that a worker has had for longest, or None."""
+        mine = self._by_worker.get(worker)
+        return self.leases[min(mine)] if mine else None
+
     def end_lease(self, lease: Lease, *, keep: bool) -> None:
         """Close a lease. `keep`: what was put under it becomes part of the group, else it is freed."""
         del self.leases[lease.id]

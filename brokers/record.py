@@ -57,6 +57,8 @@ class Limits:
     max_queue_groups: int = 4096
     max_queue_bytes: int = 4 << 30
     in_order: bool = False
+    watchdog_seconds: float = 300.0
+    watchdog_action: Literal["warn", "expire", "end"] = "warn"
 
 
 @dataclass(slots=True)

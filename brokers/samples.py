@@ -11,6 +11,7 @@ from brokers.roster import Member
 from brokers.service import Message, refusal
 from brokers.store import MemoryStore, Store
 from brokers.waiting import Waiting, WaitingRoom
+from brokers.watchdog import TURN, Stuck, Watchdog
 from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
 from common.header import Header, Item, attach
@@ -31,6 +32,7 @@ class SampleService(RunService):
         super().__init__(facts, stages, limits, MemoryStore() if store is None else store, kind_of_ledger)
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
         self.adding = WaitingRoom()
+        self.watchdog = Watchdog(self.ledger, self.roster, self.turn)
         self.verbs |= {
             "add": self._add,
             "lease": self._lease,
@@ -74,6 +76,8 @@ class SampleService(RunService):
             why = self.ledger.room_for(_key(item), item.sections)
             error = QueueFull(f"group {item.group} waited {waiting.message.header.deadline_s:g} s: {why}")
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
+        if self.watchdog.is_due(now):
+            self._watch(now)
 
     def serve(self, now: float) -> None:
         """Answer waiting requests for which something changed."""
@@ -89,6 +93,30 @@ class SampleService(RunService):
         except RelaxError as error:
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
             return True
+
+    def _watch(self, now: float) -> None:
+        """Say once who does not get on, and once that it is over; do about it what the run's settings say."""
+        waiting = {name: room.peers() for name, room in self.leasing.items()}
+        begun, over = self.watchdog.look(now, {**waiting, TURN: self.turning.peers()})
+        for stuck in over:
+            self.log.info("no longer stuck", **stuck.describe(now))
+        limits = self.ledger.limits
+        for stuck in begun:
+            self.log.warning("stuck", **stuck.describe(now), action=limits.watchdog_action)
+            if limits.watchdog_action == "end":
+                group = f", group {stuck.group}" if stuck.group else ""
+                where = f"stage {stuck.stage}{group}, {now - stuck.since:.0f} s"
+                self.ledger.end("failed", f"watchdog.seconds = {limits.watchdog_seconds:g}: {stuck.why} ({where})")
+            elif limits.watchdog_action == "expire" and stuck.peer:
+                self._take_away(stuck, now)
+
+    def _take_away(self, stuck: Stuck, now: float) -> None:
+        """Give the groups and the turn of a worker that does not get on to others, and nothing more to it meanwhile."""
+        self.ledger.lost(stuck.peer, f"no progress for {now - stuck.since:.0f} s", now)
+        self.turn.lost(stuck.peer)
+        for room in self.leasing.values():
+            for waiting in room.withdraw(stuck.peer):
+                self.reply(stuck.peer, waiting.message.header, self._nothing(waiting.message))
 
     def _add(self, message: Message) -> None:
         items = attach(message.header, message.frames)
@@ -118,6 +146,7 @@ class SampleService(RunService):
             raise WireError(f"unknown stage {header.stage!r}; known: {', '.join(self.leasing)}")
         for older in self.leasing[header.stage].withdraw(message.peer):
             self.reply(message.peer, older.message.header, self._nothing(older.message))
+        self.watchdog.asked(header.stage, message.peer, message.now)
         waiting = Waiting(message, message.now + header.deadline_s)
         if self._try_lease(waiting, message.now):
             return None
@@ -135,6 +164,7 @@ class SampleService(RunService):
         at_least = message.integer("at_least", 1)
         granted = self.ledger.lease(stage, message.peer, want, now, version=version, at_least=at_least)
         if granted:
+            self.watchdog.granted(stage, now)
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
             self.reply(message.peer, message.header, Header("ok", items=items, body=self.state()), frames)

@@ -26,6 +26,10 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def peers(self) -> set[str]:
+        """Return who waits."""
+        return {waiting.message.peer for waiting in self._waiting}
+
     def add(self, waiting: Waiting) -> None:
         """Let a request wait."""
         self._waiting.append(waiting)

@@ -150,6 +150,13 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"broker.max_queue_groups = {config.broker.max_queue_groups} is less than the {window} groups that "
             f"max_staleness = {config.max_staleness} and groups_per_step = {config.groups_per_step} keep under way"
         )
+    watch = config.watchdog.seconds
+    for name, seconds, why in (
+        ("rewards.timeout_seconds", config.rewards.timeout_seconds, "a sample may take that long to be scored"),
+        ("broker.heartbeat_seconds", config.broker.heartbeat_seconds, "progress is told so often"),
+    ):
+        if watch <= seconds:
+            yield f"watchdog.seconds = {watch:g} must be above {name} = {seconds:g}: {why}"
     for role, count in (("reference", config.workers.reference), ("advantage", config.workers.advantage)):
         if config.mode == "hybrid" and count > 1:
             yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"

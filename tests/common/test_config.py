@@ -157,6 +157,11 @@ def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
         (("deterministic=true", "max_staleness=1"), ("deterministic = true", "max_staleness", "1")),
         (("broker.max_queue_groups=8", "max_staleness=1"), ("max_queue_groups = 8", "16", "max_staleness = 1")),
         (("model.recipe.name=tiny",), ("model.path", "model.recipe")),
+        (("watchdog.seconds=5",), ("watchdog.seconds = 5", "rewards.timeout_seconds = 10")),
+        (
+            ("watchdog.seconds=2", "rewards.timeout_seconds=1", "broker.heartbeat_seconds=2"),
+            ("watchdog.seconds = 2", "broker.heartbeat_seconds = 2"),
+        ),
         (("mode=hybrid", "workers.reference=2"), ("mode = 'hybrid'", "workers.reference = 2")),
         (("mode=hybrid", "workers.advantage=3"), ("mode = 'hybrid'", "workers.advantage = 3")),
     ],
