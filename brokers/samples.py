@@ -1,6 +1,7 @@
 """The sample broker: verbs over the ledger, bytes over the store, and requests that wait."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from brokers import refusals
 from brokers.conduct import Facts, RunService
@@ -33,6 +34,7 @@ class SampleService(RunService):
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
         self.adding = WaitingRoom()
         self.watchdog = Watchdog(self.ledger, self.roster, self.turn)
+        self.once |= {"put", "ack"}
         self.verbs |= {
             "add": self._add,
             "lease": self._lease,
@@ -43,6 +45,20 @@ class SampleService(RunService):
             "drop": self._drop,
             "status": self._status,
         }
+
+    def welcome(self, member: Member, message: Message) -> dict[str, Any]:
+        """Let a member that comes back keep the leases it knows of, and no other; what it asked, it asks again."""
+        if "holding" in message.body:
+            holding, now = message.body["holding"], message.now
+            if not isinstance(holding, list):
+                raise WireError(f"hello: argument 'holding' is {holding!r}, expected a list of leases")
+            for lease in self.ledger.books.held_by(member.peer):
+                if lease.id not in holding:
+                    self.ledger.nack(lease.id, member.peer, "its grant never arrived", now, fault=False)
+            for room in (*self.leasing.values(), self.adding, self.turning):
+                room.leave(member.peer)
+            self.ledger.extend(member.peer, now)
+        return super().welcome(member, message)
 
     def on_beat(self, message: Message) -> None:
         """Leases of a worker that lives run anew."""
@@ -80,11 +96,11 @@ class SampleService(RunService):
             self._watch(now)
 
     def serve(self, now: float) -> None:
-        """Answer waiting requests for which something changed."""
+        """Answer waiting requests for which something changed; prompts that find room now can be leased at once."""
+        self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
         changed = self.ledger.books.changed
         while changed:
             self.leasing[changed.pop()].serve(lambda waiting: self._answered(self._try_lease, waiting, now))
-        self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), in_line=True)
         super().serve(now)
 
     def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
