@@ -44,6 +44,7 @@ peers: .venv-peers/.installed
 
 bench: $(VENV)/.dev peers
 	$(BIN)/python tests/bench/broker.py
+	$(BIN)/python tests/brokers/fuzz.py --mutants 100000
 	$(BIN)/python tests/bench/e2e.py --peers .venv-peers/bin/python
 
 clean:

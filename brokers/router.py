@@ -1,6 +1,6 @@
 """The loop of a broker process: one ROUTER socket, one service. Everything it decides, the service decides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import zmq
@@ -12,11 +12,26 @@ from brokers.service import Message, Outgoing, Service
 from common.clock import Clock
 from common.errors import ConfigError, WireError
 from common.header import pack, unpack
+from common.section import Buffer
 
 TICK_SECONDS = 0.05
 """how often time passes for a service that hears nothing"""
 TOGETHER = 64
 """messages whose replies may wait for one another"""
+
+
+def take(service: Service, parts: Sequence[Buffer], now: float) -> bool:
+    """Hand a message (sender, header, frames) to a service; False if it cannot be read: it is counted, not answered."""
+    peer = bytes(parts[0]).decode("utf-8", "replace")
+    try:
+        if len(parts) < 2:
+            raise WireError(f"message of {len(parts)} frames from {peer!r}")
+        header = unpack(parts[1])
+    except WireError as error:
+        service.on_malformed(error)
+        return False
+    service.take(Message(peer, header, parts[2:], now))
+    return True
 
 
 class Router:
@@ -79,16 +94,8 @@ class Router:
                 parts = cast(list[Any], self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 break
-            peer = bytes(parts[0].buffer).decode("utf-8", "replace")
-            try:
-                if len(parts) < 2:
-                    raise WireError(f"message of {len(parts)} frames from {peer!r}")
-                header = unpack(parts[1].buffer)
-            except WireError as error:
-                self._service.on_malformed(error)
+            if not take(self._service, [frame.buffer for frame in parts], self._clock.now()):
                 continue
-            frames = [frame.buffer for frame in parts[2:]]
-            self._service.take(Message(peer, header, frames, self._clock.now()))
             together += 1
             if not self._service.holding or together >= TOGETHER:
                 self._send(self._service.release(self._clock.now()))

@@ -6,7 +6,7 @@ from typing import Any
 from brokers import refusals
 from brokers.conduct import Facts, RunService
 from brokers.ledger import Ledger
-from brokers.record import TRAINER, Grant, Limits, StageSpec
+from brokers.record import TRAINER, Grant, Lease, Limits, Record, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
 from brokers.service import Message, refusal
@@ -196,9 +196,7 @@ class SampleService(RunService):
 
     def _put(self, message: Message) -> Header:
         def put(item: Item, sections: dict[str, Section]) -> None:
-            _, record = self.ledger.books.held(item.lease, message.peer)
-            if record.key.id != item.group:
-                raise WireError(f"lease {item.lease} is of group {record.key.id}, not of {item.group}")
+            self._lease_of(item, message.peer)
             versions = (item.version_min, item.version_max)
             for name in self.ledger.put(item.lease, message.peer, item.sections, versions, item.tokens):
                 self.store.keep(item.group, sections[name])
@@ -206,6 +204,13 @@ class SampleService(RunService):
                 self.ledger.ack(item.lease, message.peer, message.now)
 
         return self._each(attach(message.header, message.frames), put)
+
+    def _lease_of(self, item: Item, peer: str) -> tuple[Lease, Record]:
+        """Return a lease and its record. Raises `LeaseLost`, or `WireError` if it is of another group."""
+        lease, record = self.ledger.books.held(item.lease, peer)
+        if record.key.id != item.group:
+            raise WireError(f"lease {item.lease} is of group {record.key.id}, not of {item.group}")
+        return lease, record
 
     def _ack(self, message: Message) -> Header:
         step = message.integer("step", -1)
@@ -239,7 +244,7 @@ class SampleService(RunService):
         if len(message.header.items) != 1:
             raise WireError(f"fetch: {len(message.header.items)} groups, expected one")
         item = message.header.items[0]
-        lease, record = self.ledger.books.held(item.lease, message.peer)
+        lease, record = self._lease_of(item, message.peer)
         known = self.ledger.books.stages[lease.stage].requires & record.sections.keys()
         foreign = {info.name for info in item.sections} - known
         if foreign:
