@@ -51,8 +51,10 @@ def test_the_leases_of_a_worker_that_died_with_the_broker_run_out_and_another_wo
     dying.channel.close(0.0)
     pending = other.ask("rollout")
     other.status(SECONDS)
-    mortal.clock.advance(31.0)
-    other.status(SECONDS)
+    for _ in range(2):  # what the dead worker had sent may arrive late, and be granted once more
+        if not pending.done():
+            mortal.clock.advance(31.0)
+            other.status(SECONDS)
     (leased,) = other.take(pending.result(SECONDS)).leases
     assert leased.group.key.id == "train-0"
     assert other.finish("rollout", [leased]) == []

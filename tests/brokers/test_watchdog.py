@@ -225,6 +225,16 @@ def test_a_stage_with_a_long_queue_is_served_as_long_as_somebody_gets_on_with_a_
     assert world.stuck == []
 
 
+def test_a_stage_that_is_quick_is_served_although_nobody_is_ever_seen_at_work() -> None:
+    world = Watched()
+    worker, quick = world.join("rollout-0"), world.join("reward-0", "reward")
+    worker.finish("rollout", at_work(world, worker, 50))
+    for _ in range(30):
+        quick.finish("reward", quick.get("reward", 1))
+        world.let_live(1.0, worker, quick)
+    assert [one for one in world.stuck if one["stage"] == "reward"] == []
+
+
 def test_a_worker_warms_up_four_times_as_long_before_its_stage_is_named() -> None:
     world = Watched()
     worker, new = world.join("rollout-0"), world.join("reward-0", "reward")
@@ -313,6 +323,15 @@ def test_a_trainer_that_waits_because_there_are_no_prompts_is_told_so(feeders: t
     stuck = world.one()
     assert (stuck["stage"], stuck["worker"]) == ("rollout", "")
     assert stuck["why"] == f"the trainer waits for groups, and nothing moves: rollout waits for prompts: {said}"
+
+
+def test_a_trainer_may_wait_for_a_worker_that_has_its_groups_from_before_a_restart_of_the_broker() -> None:
+    world = Watched()
+    rollout, trainer = world.join("rollout-0"), waiting_trainer(world)
+    rollout.offer(0).result(0.0)
+    world.samples.ledger.lease("rollout", "rollout-0#1", 1, world.clock.now())  # it asked another broker for it
+    world.let_live(100.0, trainer, moving=(rollout,))
+    assert world.stuck == []
 
 
 def test_prompts_that_come_are_progress() -> None:
