@@ -8,8 +8,9 @@ A worker that is silent loses its leases; this is about those that are heard and
 * a trainer that waits while no worker has groups and nothing moves: then what the stages before it lack is named
   (see `brokers.lack`).
 
-A worker that has not asked for its first group warms up, which may take `WARM_UP` times as long. If the broker itself
-did not look for a while, as on a suspended machine, everything begins anew: it would take its own sleep for theirs.
+A worker that has not asked for its first group, or added its first prompt, warms up, which may take `WARM_UP` times as
+long. If the broker itself did not look for a while, as on a suspended machine, everything begins anew: it would take
+its own sleep for theirs.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -65,7 +66,8 @@ class Watchdog:
         self._seconds = ledger.limits.watchdog_seconds
         self._asked: dict[str, dict[str, float]] = {}  # by stage and peer: when
         self._granted: dict[str, float] = {}  # by stage: when
-        self._next_seq: dict[str, int] = {}
+        self._next_seq = dict(ledger.next_seq)
+        self._added = _NEVER  # when prompts came
         self._looked = _NEVER
         self._forget(_NEVER)
 
@@ -101,7 +103,9 @@ class Watchdog:
 
     def _find(self, now: float, waiting: Mapping[str, Set[str]]) -> dict[tuple[str, str], Stuck]:
         known, self._known = self._known, {}
-        if self._next_seq != self._ledger.next_seq or max(self._granted.values(), default=_NEVER) >= self._looked:
+        if self._next_seq != self._ledger.next_seq:
+            self._added = now
+        if self._added == now or max(self._granted.values(), default=_NEVER) >= self._looked:
             self._next_seq, self._worked = dict(self._ledger.next_seq), now
         found: dict[tuple[str, str], Stuck] = {}
         members = [member for member in self._roster.members() if not member.lost]
@@ -204,5 +208,8 @@ class Watchdog:
         return any(peer in asked for asked in self._asked.values())
 
     def _is_warming(self, member: Member, now: float) -> bool:
-        is_new = member.role in self._ledger.books.stages and not self._has_asked(member.peer)
+        if member.role == "prompt":
+            is_new = self._added < member.joined
+        else:
+            is_new = member.role in self._ledger.books.stages and not self._has_asked(member.peer)
         return is_new and now - member.joined < WARM_UP * self._seconds

@@ -319,7 +319,10 @@ def test_a_trainer_that_waits_because_there_are_no_prompts_is_told_so(feeders: t
     rollout, trainer = world.join("rollout-0"), waiting_trainer(world)
     there = [world.join(name, "prompt") for name in feeders]
     rollout.ask("rollout")
-    world.let_live(10.5, rollout, trainer, *there)
+    if there:  # whoever has added nothing yet warms up
+        world.let_live(39.0, rollout, trainer, *there)
+        assert world.stuck == []
+    world.let_live(11.0, rollout, trainer, *there)
     stuck = world.one()
     assert (stuck["stage"], stuck["worker"]) == ("rollout", "")
     assert stuck["why"] == f"the trainer waits for groups, and nothing moves: rollout waits for prompts: {said}"
