@@ -49,6 +49,7 @@ peers: .venv-peers/.installed .venv-transferqueue/.installed
 
 bench: $(VENV)/.dev peers
 	$(BIN)/python tests/bench/broker.py --peers .venv-transferqueue/bin/python
+	$(BIN)/python tests/brokers/fuzz.py --mutants 100000
 	$(BIN)/python tests/bench/e2e.py --peers .venv-peers/bin/python
 
 clean:

@@ -53,6 +53,8 @@ def limits_of(config: Config) -> Limits:
         order=broker.order,
         fairness_seconds=broker.fairness_seconds,
         lanes=broker.lanes,
+        watchdog_seconds=config.watchdog.seconds,
+        watchdog_action=config.watchdog.action,
     )
 
 

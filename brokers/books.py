@@ -119,6 +119,11 @@ class Books:
                 heapq.heappush(self._expiries, (lease.expires, lease_id))
         return sorted(over, key=lambda lease: lease.id)
 
+    def oldest_held_by(self, worker: str) -> Lease | None:
+        """Return the lease that a worker has had for longest, or None."""
+        mine = self._by_worker.get(worker)
+        return self.leases[min(mine)] if mine else None
+
     def end_lease(self, lease: Lease, *, keep: bool) -> None:
         """Close a lease. `keep`: what was put under it becomes part of the group, else it is freed."""
         del self.leases[lease.id]

@@ -229,7 +229,7 @@ class SampleClient:
 
     def evaluate(self, version: PolicyVersion) -> None:
         """Ask the prompt worker for held-out prompts, to be answered by weights of at least `version`."""
-        self._call("evaluate", {"version": version})
+        self._call("evaluate", {"version": version, "number": self.evaluation[0] + 1})
 
     @property
     def next_seq(self) -> Mapping[str, int]:

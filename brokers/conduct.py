@@ -120,7 +120,9 @@ class RunService(Service):
         return bool(fence or self.ledger.ended)
 
     def _evaluate(self, message: Message) -> Header:
-        self.evaluation = (self.evaluation[0] + 1, message.integer("version"))
+        number = message.integer("number", self.evaluation[0] + 1)
+        if number == self.evaluation[0] + 1:  # else it is repeated, because its reply was lost
+            self.evaluation = (number, message.integer("version"))
         return Header("ok", body=self.state())
 
     def _end_of_data(self, _message: Message) -> Header:

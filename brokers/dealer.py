@@ -3,9 +3,10 @@
 The work loop never touches the socket. It hands requests over through a deque and wakes the thread through an
 in-process pair; replies complete futures. Heartbeats carry the progress that the work loop reported.
 
-A broker that was restarted calls its workers strangers. The channel then joins again (see `Membership`) and repeats
-every request without an answer, in order: each is there once, or its repeat changes nothing. Messages arrive in order,
-so whatever is refused from before the new hello has been repeated behind it.
+What was under way when the connection broke, or when the broker was restarted and calls its workers strangers, may be
+lost, done, or done without a reply. The channel then joins again (see `Membership`) and repeats every request without
+an answer, in order, under new numbers and with the old ones: each is done once, or its repeat changes nothing.
+Messages arrive in order, so what is answered to an old number came before the new hello: it is repeated behind it.
 """
 
 import contextlib
@@ -152,6 +153,7 @@ class DealerChannel:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             if self._key is not None:
                 keys.use(socket, self._key)
+            self._handshakes = sockets.Handshakes(socket)
             socket.connect(self.endpoint)
         except (zmq.ZMQError, ConfigError) as error:
             socket.close(0)
@@ -182,10 +184,13 @@ class DealerChannel:
             events = dict(poller.poll(50))
             if wake_out in events:
                 wake_out.recv()
+            if self._handshakes.came_back():  # before any reply that came through the new connection is read
+                self._join_again("the connection was lost")
             if socket in events:
                 self._receive(socket)
             self._expire()
         wake_out.close(0)
+        self._handshakes.close()
         socket.close(0)
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
@@ -226,7 +231,9 @@ class DealerChannel:
                 continue
             self.pulse.heard(dict(header.body))
             self._hear_of_stall(str(header.body.get("stalled", "")))
-            if header.verb == "error" and header.body.get("kind") == Stranger.__name__ and self._join_again(header):
+            if header.verb == "error" and header.body.get("kind") == Stranger.__name__ and self._membership.may_join:
+                if not self._membership.is_behind(header.request):
+                    self._join_again("the broker was restarted")
                 continue
             with self._lock:
                 request = self._waiting.pop(header.request, None)
@@ -252,26 +259,28 @@ class DealerChannel:
         worker, incarnation = self._names
         return replace(header, worker=worker, incarnation=incarnation, request=self._last)
 
-    def _join_again(self, refusal: Header) -> bool:
-        """Say hello again and repeat what has no answer; False if this worker is a stranger for good."""
-        if not self._membership.may_join:
-            return False
-        if self._membership.is_behind(refusal.request):
-            return True
+    def _join_again(self, why: str) -> None:
+        """Say hello again, unless none may be said, and repeat behind it what has no answer."""
+        now = time.monotonic()
         with self._lock:
-            hello = self._stamped(self._membership.hello_again())
-            self._membership.joining(hello.request)
-            now = time.monotonic()
-            request = _Request(hello, (pack(hello),), Future(), now + REPLY_SECONDS, REPLY_SECONDS)
-            again = list(self._waiting.values())
-            for one in again:
-                one.until = now + one.seconds
+            lost = sorted(self._waiting.values(), key=lambda one: one.header.request)
             self._waiting.clear()
-            self._outbox.extendleft(reversed([request, *sorted(again, key=lambda one: one.header.request)]))
+            again: list[_Request] = []
+            if self._membership.may_join:
+                hello = self._stamped(self._membership.hello_again())
+                self._membership.joining(hello.request)
+                lost = [one for one in lost if "holding" not in one.header.body]  # an older hello of this kind
+                again.append(_Request(hello, (pack(hello),), Future(), now + REPLY_SECONDS, REPLY_SECONDS))
+            for one in lost:
+                body = {**one.header.body, "repeats": one.header.body.get("repeats", one.header.request)}
+                header = self._stamped(replace(one.header, body=body))
+                again.append(
+                    _Request(header, (pack(header), *one.message[1:]), one.pending, now + one.seconds, one.seconds)
+                )
+            self._outbox.extendleft(reversed(again))
         structlog.get_logger(part="channel").warning(
-            "the broker was restarted: joining again", endpoint=self.endpoint, repeated=len(again)
+            f"{why}: joining again", endpoint=self.endpoint, repeated=len(lost)
         )
-        return True
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -17,7 +17,6 @@ from brokers.roster import Member
 from brokers.samples import SampleService
 from brokers.service import Message, Outgoing
 from brokers.store import MemoryStore, Store
-from common.errors import WireError
 from common.header import Header, Item
 from common.section import Section
 
@@ -119,20 +118,12 @@ class DurableService(SampleService):
         return {**super().state(), "stalled": f"waiting for room on the disk of {self.journal.folder}" if full else ""}
 
     def welcome(self, member: Member, message: Message) -> dict[str, Any]:
-        """Let a member that comes back keep the leases it knows of, and no other; a successor inherits nothing."""
+        """A successor of a worker inherits nothing of what that one had before the restart."""
         books, now = self.ledger.books, message.now
         for worker in {lease.worker for lease in books.leases.values()} - {member.peer}:
             if worker.rpartition("#")[0] == member.name:
                 self.ledger.lost(worker, "replaced by a new incarnation", now)
                 self.turn.lost(worker)
-        if "holding" in message.body:
-            holding = message.body["holding"]
-            if not isinstance(holding, list):
-                raise WireError(f"hello: argument 'holding' is {holding!r}, expected a list of leases")
-            for lease in books.held_by(member.peer):
-                if lease.id not in holding:
-                    self.ledger.nack(lease.id, member.peer, "its grant never arrived", now, fault=False)
-        self.ledger.extend(member.peer, now)
         return super().welcome(member, message)
 
     def on_time(self, now: float) -> None:

@@ -71,6 +71,8 @@ class Limits:
     order: Ordering = "oldest_version"
     fairness_seconds: float = 300.0
     lanes: tuple[int, ...] = ()
+    watchdog_seconds: float = 300.0
+    watchdog_action: Literal["warn", "expire", "end"] = "warn"
 
 
 @dataclass(slots=True)

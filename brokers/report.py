@@ -44,6 +44,7 @@ def describe(service: SampleService, now: float) -> dict[str, Any]:
         },
         "dead_letters": [{"group": group, "history": history} for group, history in list(ledger.dead_letters)[-20:]],
         "workers": [member.describe(now) for member in service.roster.members()],
+        "stuck": [stuck.describe(now) for stuck in service.watchdog.stuck.values()],
         "turn": {"side": service.turn.side, "fence": service.turn.fence},
         "taps": service.taps.describe(),
     }

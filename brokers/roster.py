@@ -1,7 +1,11 @@
 """Who is connected: one member per name, told apart from its predecessors by an incarnation."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
+
+REMEMBERED = 256
+"""requests of one worker; more are never under way at once"""
 
 
 @dataclass(slots=True)
@@ -18,6 +22,14 @@ class Member:
     version: int = -1
     lost: str = ""
     progress: dict[str, Any] = field(default_factory=dict[str, Any])
+    done: OrderedDict[int, list[Any]] = field(default_factory=OrderedDict[int, list[Any]])
+    """its latest requests that must not be done twice, by number: what of each failed"""
+
+    def note_done(self, request: int, failed: list[Any]) -> None:
+        """Remember that a request was done, should it be repeated because the reply was lost."""
+        self.done[request] = failed
+        if len(self.done) > REMEMBERED:
+            self.done.popitem(last=False)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return what a person wants to see of it."""

@@ -1,6 +1,6 @@
 """The loop of a broker process: one ROUTER socket, one service. Everything it decides, the service decides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import zmq
@@ -12,6 +12,7 @@ from brokers.service import Message, Outgoing, Service
 from common.clock import Clock
 from common.errors import ConfigError, WireError
 from common.header import pack, unpack
+from common.section import Buffer
 
 TICK_SECONDS = 0.05
 """how often time passes for a service that hears nothing"""
@@ -19,6 +20,20 @@ TOGETHER = 64
 """messages whose replies may wait for one another"""
 TOGETHER_SECONDS = 0.001
 """how long a reply may wait for the handling of messages that have arrived already"""
+
+
+def take(service: Service, parts: Sequence[Buffer], now: float) -> bool:
+    """Hand a message (sender, header, frames) to a service; False if it cannot be read: it is counted, not answered."""
+    peer = bytes(parts[0]).decode("utf-8", "replace")
+    try:
+        if len(parts) < 2:
+            raise WireError(f"message of {len(parts)} frames from {peer!r}")
+        header = unpack(parts[1])
+    except WireError as error:
+        service.on_malformed(error)
+        return False
+    service.take(Message(peer, header, parts[2:], now))
+    return True
 
 
 class Router:
@@ -78,10 +93,11 @@ class Router:
         """
         together, release_at = 0, 0.0
         while (now := self._clock.now()) < until:
-            message = self._next(now)
-            if message is None:
+            parts = self._next()
+            if parts is None:
                 break
-            self._service.take(message)
+            if not take(self._service, parts, now):
+                continue
             together += 1
             if together == 1:
                 release_at = now + TOGETHER_SECONDS
@@ -91,27 +107,19 @@ class Router:
         if together:
             self._send(self._service.release(self._clock.now()))
 
-    def _next(self, now: float) -> Message | None:
-        """Return the next message that can be read, or None when there is none; count those that cannot."""
+    def _next(self) -> list[Buffer] | None:
+        """Return the frames of the next message, its sender first, or None when there is none."""
         socket = self._socket
-        while True:
-            try:
-                peer = socket.recv(zmq.NOBLOCK).decode("utf-8", "replace")
-            except zmq.Again:
-                return None
-            frames: list[Any] = []  # without a copy: sections are large
-            try:
-                if not socket.getsockopt(zmq.RCVMORE):
-                    raise WireError(f"message of 1 frame from {peer!r}")
-                header = cast(Any, socket.recv(zmq.NOBLOCK, copy=False))
-                more = header.more
-                while more:
-                    frame = cast(Any, socket.recv(zmq.NOBLOCK, copy=False))
-                    more = frame.more
-                    frames.append(frame.buffer)
-                return Message(peer, unpack(header.buffer), frames, now)
-            except WireError as error:
-                self._service.on_malformed(error)
+        try:
+            parts: list[Buffer] = [socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        more = socket.getsockopt(zmq.RCVMORE)
+        while more:
+            frame = cast(Any, socket.recv(zmq.NOBLOCK, copy=False))  # without a copy: sections are large
+            more = frame.more
+            parts.append(frame.buffer)
+        return parts
 
     def _send(self, outgoing: list[Outgoing], *, again: bool = False) -> None:
         if again:

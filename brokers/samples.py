@@ -6,13 +6,14 @@ from typing import Any
 from brokers import bounds, refusals
 from brokers.conduct import Facts, RunService
 from brokers.ledger import Ledger
-from brokers.record import ROLLOUT, TRAINER, Grant, Limits, StageSpec
+from brokers.record import ROLLOUT, TRAINER, Grant, Lease, Limits, Record, StageSpec
 from brokers.report import describe, item_of
 from brokers.roster import Member
 from brokers.service import Message, Outgoing, refusal
 from brokers.store import MemoryStore, Store
 from brokers.tapping import Taps
 from brokers.waiting import Waiting, WaitingRoom
+from brokers.watchdog import TURN, Stuck, Watchdog
 from common.errors import BrokerError, QueueFull, RelaxError, WireError
 from common.group import GroupKey
 from common.header import Header, Item, attach
@@ -38,6 +39,8 @@ class SampleService(RunService):
         self.adding = WaitingRoom()
         self.taps = Taps(facts, self.ledger.books.stages, self.state, self.reply)
         self.open_verbs.add("tap")
+        self.watchdog = Watchdog(self.ledger, self.roster, self.turn)
+        self.once |= {"put", "ack"}
         self.verbs |= {
             "tap": self.taps.ask,
             "add": self._add,
@@ -53,6 +56,20 @@ class SampleService(RunService):
     def state(self) -> dict[str, Any]:
         """Return how far the run is, and why producers wait, if they do."""
         return {**super().state(), "full": next((waiting.why for waiting in self.adding.waiting if waiting.why), "")}
+
+    def welcome(self, member: Member, message: Message) -> dict[str, Any]:
+        """Let a member that comes back keep the leases it knows of, and no other; what it asked, it asks again."""
+        if "holding" in message.body:
+            holding, now = message.body["holding"], message.now
+            if not isinstance(holding, list):
+                raise WireError(f"hello: argument 'holding' is {holding!r}, expected a list of leases")
+            for lease in self.ledger.books.held_by(member.peer):
+                if lease.id not in holding:
+                    self.ledger.nack(lease.id, member.peer, "its grant never arrived", now, fault=False)
+            for room in (*self.leasing.values(), self.adding, self.turning):
+                room.withdraw(member.peer)
+            self.ledger.extend(member.peer, now)
+        return super().welcome(member, message)
 
     def on_beat(self, message: Message) -> None:
         """Leases of a worker that lives run anew."""
@@ -88,6 +105,8 @@ class SampleService(RunService):
             error = QueueFull(f"group {group} waited {seconds:g} s: {self._why_no_room(waiting)}")
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
         self.taps.on_time(now, self.ledger.limits.lease_seconds)
+        if self.watchdog.is_due(now):
+            self._watch(now)
 
     def on_unroutable(self, peer: str, now: float) -> list[Outgoing]:
         """A tap may be gone, too."""
@@ -95,13 +114,13 @@ class SampleService(RunService):
         return super().on_unroutable(peer, now)
 
     def serve(self, now: float) -> None:
-        """Answer waiting requests for which something changed."""
+        """Answer waiting requests for which something changed; prompts that find room now can be leased at once."""
+        if self.adding:
+            self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), last_hope=lambda _: True)
         changed = self.ledger.books.changed
         while changed:
             room = self.leasing[changed.pop()]
             room.serve(lambda waiting: self._answered(self._try_lease, waiting, now), last_hope=self._nobody_can)
-        if self.adding:
-            self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), last_hope=lambda _: True)
         super().serve(now)
         self.taps.serve(ended=self.ledger.ended is not None)
 
@@ -121,6 +140,30 @@ class SampleService(RunService):
         except RelaxError as error:
             self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
             return True
+
+    def _watch(self, now: float) -> None:
+        """Say once who does not get on, and once that it is over; do about it what the run's settings say."""
+        waiting = {name: room.peers for name, room in self.leasing.items()}
+        begun, over = self.watchdog.look(now, {**waiting, TURN: self.turning.peers})
+        for stuck in over:
+            self.log.info("no longer stuck", **stuck.describe(now))
+        limits = self.ledger.limits
+        for stuck in begun:
+            self.log.warning("stuck", **stuck.describe(now), action=limits.watchdog_action)
+            if limits.watchdog_action == "end":
+                group = f", group {stuck.group}" if stuck.group else ""
+                where = f"stage {stuck.stage}{group}, {now - stuck.since:.0f} s"
+                self.ledger.end("failed", f"watchdog.seconds = {limits.watchdog_seconds:g}: {stuck.why} ({where})")
+            elif limits.watchdog_action == "expire" and stuck.peer:
+                self._take_away(stuck, now)
+
+    def _take_away(self, stuck: Stuck, now: float) -> None:
+        """Give the groups and the turn of a worker that does not get on to others, and nothing more to it meanwhile."""
+        self.ledger.lost(stuck.peer, f"no progress for {now - stuck.since:.0f} s", now)
+        self.turn.lost(stuck.peer)
+        for room in self.leasing.values():
+            for waiting in room.withdraw(stuck.peer):
+                self.reply(stuck.peer, waiting.message.header, self._nothing(waiting.message))
 
     def _add(self, message: Message) -> None:
         items = attach(message.header, message.frames)
@@ -170,6 +213,7 @@ class SampleService(RunService):
             raise WireError(f"unknown stage {header.stage!r}; known: {', '.join(self.leasing)}")
         for older in self.leasing[header.stage].withdraw(message.peer):
             self.reply(message.peer, older.message.header, self._nothing(older.message))
+        self.watchdog.asked(header.stage, message.peer, message.now)
         waiting = Waiting(message, message.now + header.deadline_s)
         if self._try_lease(waiting, message.now):
             return None
@@ -188,6 +232,7 @@ class SampleService(RunService):
         lane = message.integer("lane") if "lane" in message.header.body else None
         granted = self.ledger.lease(stage, message.peer, want, now, version=version, at_least=at_least, lane=lane)
         if granted:
+            self.watchdog.granted(stage, now)
             items = tuple(item_of(grant, now) for grant in granted)
             frames = tuple(self.store.read(g.lease.group, info) for g in granted for info in g.sections)
             self.reply(message.peer, message.header, Header("ok", items=items, body=self.state()), frames)
@@ -204,9 +249,7 @@ class SampleService(RunService):
 
     def _put(self, message: Message) -> Header:
         def put(item: Item, sections: dict[str, Section]) -> None:
-            _, record = self.ledger.books.held(item.lease, message.peer)
-            if record.key.id != item.group:
-                raise WireError(f"lease {item.lease} is of group {record.key.id}, not of {item.group}")
+            self._lease_of(item, message.peer)
             versions = (item.version_min, item.version_max)
             for name in self.ledger.put(item.lease, message.peer, item.sections, versions, item.tokens):
                 self.store.keep(item.group, sections[name])
@@ -214,6 +257,13 @@ class SampleService(RunService):
                 self.ledger.ack(item.lease, message.peer, message.now)
 
         return self._each(attach(message.header, message.frames), put)
+
+    def _lease_of(self, item: Item, peer: str) -> tuple[Lease, Record]:
+        """Return a lease and its record. Raises `LeaseLost`, or `WireError` if it is of another group."""
+        lease, record = self.ledger.books.held(item.lease, peer)
+        if record.key.id != item.group:
+            raise WireError(f"lease {item.lease} is of group {record.key.id}, not of {item.group}")
+        return lease, record
 
     def _ack(self, message: Message) -> Header:
         step = message.integer("step", -1)
@@ -251,7 +301,7 @@ class SampleService(RunService):
         if len(message.header.items) != 1:
             raise WireError(f"fetch: {len(message.header.items)} groups, expected one")
         item = message.header.items[0]
-        lease, record = self.ledger.books.held(item.lease, message.peer)
+        lease, record = self._lease_of(item, message.peer)
         known = self.ledger.books.stages[lease.stage].requires & record.sections.keys()
         foreign = {info.name for info in item.sections} - known
         if foreign:

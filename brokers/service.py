@@ -87,6 +87,7 @@ class Service:
         self.log = structlog.get_logger(part=part)
         self.verbs: dict[str, Verb] = {"hello": self._hello, "beat": self._beat, "pong": self._pong, "bye": self._bye}
         self.open_verbs = {"hello", "status"}  # allowed to peers that are not members
+        self.once = set[str]()  # verbs that a repeat must not do again, and that are answered at once
         self._claims: dict[str, tuple[Message, float]] = {}
         self._out: list[Outgoing] = []
 
@@ -211,9 +212,16 @@ class Service:
             if holder is not None:
                 raise LeaseLost(f"{message.peer} was replaced by {holder.peer}; its leases have ended")
             raise Stranger(f"unknown worker {message.peer!r}: say hello first")
-        if member is not None:
-            member.seen = message.now
-        return verb(message)
+        if member is None:
+            return verb(message)
+        member.seen = message.now
+        number = message.integer("repeats", header.request)
+        if header.verb in self.once and number in member.done:
+            return Header("ok", body={**self.state(), "failed": member.done[number]})
+        reply = verb(message)
+        if header.verb in self.once and reply is not None:
+            member.note_done(number, reply.body.get("failed", []))
+        return reply
 
     def _hello(self, message: Message) -> Header | None:
         holder = self.roster.holder(message.header.worker)
@@ -234,6 +242,9 @@ class Service:
             self.lose(old.peer, "replaced by a new incarnation", now)
         role, host, pid = message.text("role"), message.text("host"), message.integer("pid", 0)
         member = Member(header.worker, message.peer, role, host, pid, now, now)
+        known = self.roster.find(message.peer)
+        if known is not None:  # it comes back after its connection was lost
+            member.version, member.progress, member.done = known.version, known.progress, known.done
         self.roster.join(member)
         self.log.info("worker joined", worker=member.peer, at=role, host=member.host)
         return Header("ok", body=self.welcome(member, message))

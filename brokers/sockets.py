@@ -1,9 +1,11 @@
 """The options that every ZeroMQ socket of this system has, and addresses in the forms people write them."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import zmq
+import zmq.utils.monitor as zmq_monitor
 
 from common.errors import ConfigError
 
@@ -48,3 +50,26 @@ def bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot bind broker.host/broker.port {endpoint}: {error.strerror or error}") from error
     return address(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+class Handshakes:
+    """Counts how often a socket that connects has reached its peer. It must be made before the socket connects."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._count = 0
+
+    def came_back(self) -> bool:
+        """Whether the connection was made anew since the last call. What it carries cannot be read earlier."""
+        before = self._count
+        with suppress(zmq.Again):
+            while True:
+                zmq_monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._count += 1
+        return self._count > max(1, before)
+
+    def close(self) -> None:
+        """Stop counting; before the socket is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)

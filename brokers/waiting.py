@@ -45,6 +45,11 @@ class WaitingRoom:
         """Who waits, in the order in which they came."""
         return self._waiting.values()
 
+    @property
+    def peers(self) -> Collection[str]:
+        """Who waits, each named once."""
+        return self._by_peer.keys()
+
     def add(self, waiting: Waiting) -> None:
         """Let a request wait."""
         self._last += 1

@@ -31,6 +31,7 @@ class WeightService(Service):
         self._versions: dict[PolicyVersion, _Draft] = {}
         self._draft: _Draft | None = None
         self._asking = WaitingRoom()
+        self.once = {"chunk"}
         self.verbs |= {
             "publish": self._publish,
             "chunk": self._chunk,

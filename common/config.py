@@ -163,6 +163,13 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"broker.max_queue_groups = {config.broker.max_queue_groups} is less than the {window} groups that "
             f"max_staleness = {config.max_staleness} and groups_per_step = {config.groups_per_step} keep under way"
         )
+    yield from _contradictions_of_bounds(config)
+    for role, count in (("reference", config.workers.reference), ("advantage", config.workers.advantage)):
+        if config.mode == "hybrid" and count > 1:
+            yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"
+
+
+def _contradictions_of_bounds(config: Config) -> Iterator[str]:
     broker, both = config.broker, {"max_bytes", "max_queue_bytes"}
     if both <= broker.model_fields_set and broker.max_bytes is not None and broker.max_bytes < broker.max_queue_bytes:
         yield (
@@ -171,6 +178,10 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     if broker.journal_keep and not broker.journal:
         yield "broker.journal_keep = true needs broker.journal = true: there is nothing to keep"
-    for role, count in (("reference", config.workers.reference), ("advantage", config.workers.advantage)):
-        if config.mode == "hybrid" and count > 1:
-            yield f"mode = 'hybrid' runs {role} inside the trainer, so workers.{role} = {count} cannot be"
+    watch = config.watchdog.seconds
+    for name, seconds, why in (
+        ("rewards.timeout_seconds", config.rewards.timeout_seconds, "a sample may take that long to be scored"),
+        ("broker.heartbeat_seconds", config.broker.heartbeat_seconds, "progress is told so often"),
+    ):
+        if watch <= seconds:
+            yield f"watchdog.seconds = {watch:g} must be above {name} = {seconds:g}: {why}"

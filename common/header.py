@@ -16,6 +16,8 @@ from common.section import Buffer, Section, SectionInfo, check
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 4 << 20
+LARGEST = 2**63 - 1
+"""integer: journals hold 64 bits with a sign, and sequence numbers are counted on from"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +119,22 @@ def _info(parts: Any) -> SectionInfo:
     if not isinstance(parts, list):
         raise WireError(f"section is a {type(parts).__name__}, expected a list")
     fields = cast(list[Any], parts)
-    _expect("section", fields, (str, int, int, int))
-    if fields[1] < 0 or fields[2] < 0:
-        raise WireError(f"section {fields[0]!r} announces {fields[1]} rows and {fields[2]} bytes")
-    return SectionInfo(*fields)
+    name, rows, length, checksum = _expect("section", fields, (str, int, int, int), unsigned=3)
+    if rows < 0 or length < 0:
+        raise WireError(f"section {name!r} announces {rows} rows and {length} bytes")
+    return SectionInfo(name, rows, length, checksum)
 
 
-def _expect(what: str, parts: Sequence[Any], kinds: Sequence[Any]) -> None:
+def _expect(what: str, parts: Sequence[Any], kinds: Sequence[Any], unsigned: int = -1) -> Sequence[Any]:
+    """Return the parts if they are of these kinds, and integers at most `LARGEST`, but for the one at `unsigned`."""
     if len(parts) != len(kinds):
         raise WireError(f"{what} has {len(parts)} fields, expected {len(kinds)}")
     for place, (value, kind) in enumerate(zip(parts, kinds, strict=True)):
         if not isinstance(value, kind) or isinstance(value, bool):
             raise WireError(f"{what} field {place} is a {type(value).__name__}")
+        if isinstance(value, int) and value > LARGEST and place != unsigned:
+            raise WireError(f"{what} field {place} is {value}; at most {LARGEST} is read")
+    return parts
 
 
 def frames_of(header: Header) -> list[SectionInfo]:

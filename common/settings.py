@@ -143,6 +143,17 @@ class Weights(Table):
     keep_versions: int = Field(2, gt=0)
 
 
+class Watchdog(Table):
+    """What is done about a worker that lives and does not get on, or a stage that nobody serves, after `seconds`.
+
+    `warn`: say so, in the log, in the status and on the panel. `expire`: also take the worker's groups and its turn
+    away; what it still hands in of them is refused. `end`: end the run as failed, exit code 5.
+    """
+
+    seconds: float = Field(300.0, gt=0)
+    action: Literal["warn", "expire", "end"] = "warn"
+
+
 class Supervisor(Table):
     """How processes are kept alive. After `max_restarts` of one process the run ends as failed."""
 
@@ -181,6 +192,7 @@ class Config(Table):
     staleness: Staleness = Staleness.model_validate({})
     broker: Broker = Broker.model_validate({})
     weights: Weights = Weights.model_validate({})
+    watchdog: Watchdog = Watchdog.model_validate({})
     supervisor: Supervisor = Supervisor.model_validate({})
 
     @property

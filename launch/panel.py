@@ -5,7 +5,7 @@ the run for the panel's sake.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from launch.screen import (
     queue_table,
     sparkline,
     state_word,
+    stuck_words,
     worker_table,
 )
 
@@ -39,6 +40,8 @@ PLAIN_SECONDS = 2.0
 """shortest time between two lines about steps where there is no terminal"""
 LEAST_WORKERS = 3
 LATE_HEARTBEATS = 5
+MOST_STUCK = 3
+"""lines about what does not get on"""
 STATE_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
 
 
@@ -68,6 +71,7 @@ class Panel:
         self._state = ""
         self._told_heldout: Any = None
         self._processes: dict[str, str] = {}
+        self._stuck: set[tuple[str, str]] = set()
 
     def __enter__(self) -> "Panel":
         if self._console.is_terminal:
@@ -97,6 +101,7 @@ class Panel:
         head = [self._title(status), *self._progress(status.get("version", 0))]
         if status.get("reason"):
             head.insert(1, line((status["reason"], "yellow")))
+        head[1:1] = [line((stuck_words(stuck), "bold yellow")) for stuck in status.get("stuck", ())[:MOST_STUCK]]
         blanks_and_headers = 4
         used = len(head) + len(queues) + len(counts) + blanks_and_headers
         room = max(LEAST_WORKERS, self._console.height - 1 - used)  # a full screen would scroll
@@ -180,6 +185,7 @@ class Panel:
             self._told_heldout = version
             self._print(f"held-out {number(self._reported.get('heldout'), 3)} at version {version}")
         self._tell_processes(processes)
+        self._tell_stuck(status.get("stuck", ()))
         if is_other and state not in ("starting", "running"):
             reason = f": {status['reason']}" if status.get("reason") else ""
             self._print(f"{self._config.name} {state}{reason}")
@@ -192,6 +198,13 @@ class Panel:
         news = [text for text in changed if not text.endswith((" not started", " running", " exited 0"))]
         if news:
             self._print("processes: " + ", ".join(news))
+
+    def _tell_stuck(self, stuck: Sequence[Mapping[str, Any]]) -> None:
+        """Print what does not get on, once each time it begins."""
+        for one in stuck:
+            if (one["stage"], one["worker"]) not in self._stuck:
+                self._print(stuck_words(one))
+        self._stuck = {(one["stage"], one["worker"]) for one in stuck}
 
     def _step_line(self, progress: Mapping[str, Any]) -> str:
         steps, left = progress.get("steps") or self._config.steps, self._seconds_left(progress)

@@ -68,6 +68,12 @@ def count_lines(counts: Mapping[str, Any]) -> list[Text]:
     return [text, line((" " * LABEL_COLUMNS + ", ".join(why), "yellow"))] if why else [text]
 
 
+def stuck_words(stuck: Mapping[str, Any]) -> str:
+    """Return in one line what does not get on, for how long, and why."""
+    group = f" {stuck['group']}" if stuck["group"] else ""
+    return f"stuck for {duration(stuck['seconds'])}: {stuck['stage']}{group}: {stuck['why']}"
+
+
 def sparkline(values: Sequence[float], columns: int) -> str:
     """Return the values as bars from the lowest to the highest; more values than columns are averaged in runs."""
     if not values:
@@ -146,7 +152,7 @@ def _words(worker: Mapping[str, Any], process: str) -> Text:
         return line((f"lost: {worker['lost']}", "red"))
     words: list[str] = []
     for name, value in worker["progress"].items():
-        if name in SHOWN_ABOVE or name == "policy_version":
+        if name in SHOWN_ABOVE or name == "policy_version" or value == "":
             continue
         shown = number(value, 2) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
         words.append(f"{name[:-2]} {shown} s" if name.endswith("_s") else f"{name.replace('_', ' ')} {shown}")

@@ -69,6 +69,7 @@ FILES = {
 
             def __init__(self, options, folder, deterministic):
                 self.version, self._room, self._logit, self._requests = 0, options.room, -1.5, {}
+                self.generated = 0
 
             def room(self):
                 return self._room - len(self._requests)
@@ -87,6 +88,7 @@ FILES = {
                 for seed in request.seeds:
                     token = int(random.Random(seed).random() < heads)
                     logprob = math.log(heads if token else 1 - heads)
+                    self.generated += 1
                     samples.append(Generation((token,), (logprob,), ((0, self.version),), "stop"))
                 return Completion(request.group, samples)
 

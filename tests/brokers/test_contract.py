@@ -141,6 +141,24 @@ def test_a_late_ack_of_a_replaced_worker_is_refused_as_lost(world: World) -> Non
         old.ack(leases)
 
 
+def test_a_trainer_that_comes_before_everybody_waits_and_is_told_for_what_and_trains_this_run_only(
+    world: World,
+) -> None:
+    trainer, leftover = world.join("trainer-0", "trainer"), world.stranger("rollout-0", run="run-of-yesterday")
+    pending = trainer.request_lease("trainer", 1, 2.0, 0)
+    trainer.status(SECONDS)
+    world.let_pass(2.0)
+    assert trainer.take(wait(pending, SECONDS)).starved == "waiting for groups in queue 'trainer'"
+    with pytest.raises(WireError, match="'run-of-yesterday' reached the broker of run 'run-a'"):
+        wait(leftover.offer(7), SECONDS)
+    pending = trainer.request_lease("trainer", 1, 1000.0, 0)
+    trainer.status(SECONDS)
+    worker = world.join("rollout-0")
+    wait(worker.offer(0), SECONDS)
+    worker.serve("rollout", "reward")
+    assert [leased.group.key.id for leased in trainer.take(wait(pending, SECONDS)).leases] == ["train-0"]
+
+
 def test_two_live_workers_cannot_have_one_name(world: World) -> None:
     first = world.join("rollout-0", incarnation="1")
     wait(first.offer(0), SECONDS)

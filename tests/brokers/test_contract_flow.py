@@ -185,6 +185,28 @@ def test_nobody_waits_for_the_turn_of_a_worker_that_is_gone(world: World) -> Non
     assert trainer.take_turn("trainer", 0.0) == 2
 
 
+def test_a_worker_that_is_heard_and_does_nothing_loses_its_groups_to_another_if_the_run_says_so(build: Build) -> None:
+    world = build(watchdog_seconds=5.0, watchdog_action="expire")
+    hung, other = world.join("rollout-0"), world.join("rollout-1")
+    wait(hung.offer(0), SECONDS)
+    leases = hung.get("rollout")
+    pending = other.ask("rollout")
+    for second in range(7):
+        assert pending.done() == (second > 5)
+        world.let_pass(1.0)
+        world.beat(hung)
+        world.beat(other)
+        stuck = other.status(SECONDS)["stuck"]
+        assert [(one["stage"], one["worker"], one["group"]) for one in stuck if one["worker"]] == (
+            [("rollout", "rollout-0", "train-0")] if second == 5 else []
+        )
+    again = other.take(wait(pending, SECONDS)).leases
+    assert [leased.group.attempt for leased in again] == [2]
+    assert hung.finish("rollout", leases) == ["train-0"]
+    assert other.finish("rollout", again) == []
+    assert other.status(SECONDS)["counts"]["expired"] == 0  # it was heard all the time
+
+
 def test_an_evaluation_reaches_the_prompt_worker_and_its_groups_need_a_version_and_no_credit(build: Build) -> None:
     world = build(1)
     trainer, feeder = world.join("trainer-0", "trainer"), world.join("prompt-0", "prompt")

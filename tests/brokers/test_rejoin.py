@@ -1,63 +1,17 @@
 """Workers behind sockets outlive their broker: they join its successor by themselves and repeat what has no answer."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from brokers.conduct import Facts
-from brokers.dealer import DealerChannel
-from brokers.durable import DurableService
-from brokers.journal import Journal
-from brokers.record import Limits
-from brokers.router import Router
 from brokers.service import Message
-from common.clock import ManualClock
-from common.config import to_json
 from common.errors import Stranger
 from common.header import Header
-from contract import CONFIG, SECONDS, STAGES, Worker
+from contract import SECONDS
+from mortal import Mortal
 
 pytestmark = pytest.mark.contract
-
-
-class Mortal:
-    """A broker that can be killed, and comes back at the same address."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder, ManualClock()
-        self.address = "tcp://127.0.0.1:0"
-        self.channels: list[DealerChannel] = []
-        self.start()
-
-    def start(self) -> None:
-        journal = Journal(self.folder, 10_000, fsync=False)
-        facts, limits = Facts("run-a", to_json(CONFIG), "/runs/a"), Limits(100, 0)
-        self.service = DurableService(facts, STAGES, limits, journal, self.clock.now())
-        self.router = Router(self.service, self.address, self.clock)
-        self.address = self.router.address
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.router.run, args=(self.stop.is_set,))
-        self.thread.start()
-
-    def kill(self) -> None:
-        self.stop.set()
-        self.thread.join()
-        self.router.close()
-
-    def join(self, name: str) -> Worker:
-        channel = DealerChannel(self.address, name, "1", heartbeat_seconds=0.05)
-        self.channels.append(channel)
-        worker = Worker(channel, name)
-        worker.hello("rollout", "h", 1)
-        channel.start_heartbeats()
-        return worker
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close(0.0)
-        self.kill()
 
 
 @pytest.fixture

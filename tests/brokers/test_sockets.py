@@ -83,6 +83,18 @@ def test_a_mark_of_zero_is_refused_by_every_socket_with_the_reason(nobody: str, 
         DealerChannel(nobody, "w", "1", high_water_mark=mark)
 
 
+def test_no_socket_of_ours_is_without_a_bound(world: TcpWorld) -> None:
+    """In ZeroMQ a mark of 0 means unlimited. Monitors count too: whoever connects again and again fills them."""
+    channel = world.join("rollout-0").channel
+    assert isinstance(channel, DealerChannel)
+    ours = [*vars(channel).values(), *vars(channel._handshakes).values()]  # pyright: ignore[reportPrivateUsage]
+    for served in world._routers.values():  # pyright: ignore[reportPrivateUsage]
+        ours += [*vars(served).values(), *vars(served._door).values()]  # pyright: ignore[reportPrivateUsage]
+    found = [each for each in ours if isinstance(each, zmq.Socket) and not each.closed]
+    assert len(found) >= 4
+    assert all(each.getsockopt(mark) > 0 for each in found for mark in (zmq.SNDHWM, zmq.RCVHWM))
+
+
 @pytest.mark.parametrize("name", ["", "w" * 300])
 def test_a_name_that_no_socket_can_have_is_refused(nobody: str, name: str) -> None:
     if not name:

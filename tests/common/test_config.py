@@ -171,6 +171,11 @@ def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
         (("model.recipe.name=tiny",), ("model.path", "model.recipe")),
         (("broker.max_bytes=10", "broker.max_queue_bytes=11"), ("broker.max_bytes = 10", "max_queue_bytes = 11")),
         (("broker.journal_keep=true",), ("broker.journal_keep = true", "broker.journal = true")),
+        (("watchdog.seconds=5",), ("watchdog.seconds = 5", "rewards.timeout_seconds = 10")),
+        (
+            ("watchdog.seconds=2", "rewards.timeout_seconds=1", "broker.heartbeat_seconds=2"),
+            ("watchdog.seconds = 2", "broker.heartbeat_seconds = 2"),
+        ),
         (("mode=hybrid", "workers.reference=2"), ("mode = 'hybrid'", "workers.reference = 2")),
         (("mode=hybrid", "workers.advantage=3"), ("mode = 'hybrid'", "workers.advantage = 3")),
     ],

@@ -15,15 +15,16 @@ from section_cases import example
 
 pytestmark = pytest.mark.unit
 
-_INT = st.integers(-(2**63), 2**64 - 1)
+_INT = st.integers(-(2**63), 2**63 - 1)
+_WIDE = st.integers(-(2**63), 2**64 - 1)
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
-_COUNT = st.integers(0, 2**64 - 1)
-_PLAIN = st.one_of(st.none(), st.booleans(), _INT, st.floats(allow_nan=False), _TEXT, st.binary(max_size=8))
+_COUNT = st.integers(0, 2**63 - 1)
+_PLAIN = st.one_of(st.none(), st.booleans(), _WIDE, st.floats(allow_nan=False), _TEXT, st.binary(max_size=8))
 _BODY = st.dictionaries(_TEXT, st.one_of(_PLAIN, st.lists(_PLAIN, max_size=3)), max_size=3)
 _ITEMS = st.builds(
     Item, group=_TEXT, seq=_INT, purpose=_TEXT, min_version=_INT, attempt=_INT, lease=_INT, tokens=_INT,
     version_min=_INT, version_max=_INT, facts=_BODY,
-    sections=st.lists(st.builds(SectionInfo, _TEXT, _COUNT, _COUNT, _INT), max_size=3).map(tuple),
+    sections=st.lists(st.builds(SectionInfo, _TEXT, _COUNT, _COUNT, _WIDE), max_size=3).map(tuple),
 )  # fmt: skip
 _HEADERS = st.builds(
     Header, verb=_TEXT, run=_TEXT, worker=_TEXT, incarnation=_TEXT, request=_INT, stage=_TEXT,

@@ -98,6 +98,7 @@ def status(*workers: dict[str, Any], **facts: Any) -> dict[str, Any]:
         "counts": counts,
         "dead_letters": [],
         "workers": list(known),
+        "stuck": [],
         "turn": {"side": "", "fence": 0},
         "taps": [],
         **facts,

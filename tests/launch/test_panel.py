@@ -120,6 +120,34 @@ def test_the_reason_of_an_end_has_a_line_of_its_own_and_the_numbers_stay_when_th
     assert lines[3].split()[:2] == ["reward", "0.431"]
 
 
+STUCK = {
+    "stage": "rollout",
+    "worker": "rollout-0",
+    "group": "train-7",
+    "seconds": 312.4,
+    "why": "rollout-0 is heard and holds 2 groups, of which none gets on",
+}
+
+
+def test_what_does_not_get_on_has_a_line_under_the_title() -> None:
+    lines = Screen().lines(status(stuck=[STUCK]))
+    # cut where the terminal of 80 columns ends
+    assert lines[1].startswith(" stuck for 0:05:12: rollout train-7: rollout-0 is heard and holds 2 groups")
+    assert "12 of 60" in lines[2]
+    crowded = Screen().lines(status(stuck=[STUCK] * 9))
+    assert [line.startswith(" stuck") for line in crowded].count(True) == 3
+    assert len(crowded) < 24
+
+
+def test_without_a_terminal_what_is_stuck_is_told_when_it_begins() -> None:
+    screen = Screen(terminal=False)
+    with screen.panel:
+        for stuck in ([STUCK], [{**STUCK, "seconds": 400.0}], [], [STUCK]):
+            screen.after(0.1, status(stuck=stuck))
+    told = [line for line in screen.printed() if line.startswith("stuck")]
+    assert told == [f"stuck for 0:05:12: rollout train-7: {STUCK['why']}"] * 2
+
+
 def test_the_history_is_bounded_and_forgets_steps_that_are_made_again() -> None:
     screen = Screen(terminal=False)
     with screen.panel:

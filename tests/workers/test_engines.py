@@ -87,6 +87,20 @@ def test_a_resumed_group_keeps_the_limits_of_its_samples(case: Case) -> None:
     assert alike(run(engine, replace(request, begun=tuple(part.samples)))["g"], whole)
 
 
+def test_it_counts_the_tokens_it_draws_while_it_draws_them(case: Case) -> None:
+    engine = case.start()
+    engine.submit(long(case, seeds=(1, 2, 3)))
+    counts = [engine.generated]
+    while engine.running():
+        engine.step(0.0)
+        counts.append(engine.generated)
+    # 3 samples of 12 tokens; more with every step, none without one
+    assert (counts[0], counts[-1]) == (0, 36)
+    assert counts == sorted(set(counts))
+    engine.step(0.0)
+    assert engine.generated == 36
+
+
 def test_a_group_is_admitted_while_another_is_decoding(case: Case) -> None:
     engine = case.start()
     alone = {

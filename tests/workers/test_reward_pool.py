@@ -191,6 +191,20 @@ def outcome(of: Group, section: object) -> list[tuple[float, str]]:
     return list(zip(of.values("reward"), of.values("reward_status"), strict=True))
 
 
+def test_the_stage_reports_samples_while_it_scores_so_that_many_slow_ones_are_progress() -> None:
+    told: list[int] = []
+    limits = Rewards(processes=1, timeout_seconds=LIMIT)
+    stage = RewardStage(Component(name=OBEY), limits, told.append)
+    try:
+        stage.handle([group("a", "", "", ("hang", "stop"), ("1", "stop"), ("hang", "stop"))])
+        stage.handle([group("b", "", "", ("1", "stop"))])
+    finally:
+        stage.close()
+    assert told == sorted(set(told))
+    assert told[-2:] == [3, 4]
+    assert len(told) >= 3  # each sample that ran into its limit was told by itself
+
+
 def test_the_stage_tells_a_timeout_from_a_wrong_answer_and_an_aborted_sample_from_both() -> None:
     stage = RewardStage(Component(name=OBEY), Rewards(processes=1, timeout_seconds=LIMIT))
     first = group("a", "", "", ("0.5", "stop"), ("hang", "stop"), ("0", "length"), ("hang", "abort"))

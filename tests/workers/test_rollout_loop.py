@@ -211,6 +211,21 @@ def test_run_works_until_it_is_told_to_stop_and_then_drains() -> None:
     assert not engine.running()
 
 
+def test_a_long_response_is_progress_that_the_broker_hears_of_before_it_is_finished() -> None:
+    """One group of 2 samples, a token a step each: the first turn only asks."""
+    world = World(config(groups_per_step=2))
+    rollout, _ = begin(world, Rows(1))
+    pulse, turns, told = rollout._client.channel.pulse, iter(range(5)), list[int]()  # pyright: ignore[reportPrivateUsage]
+
+    def over() -> bool:
+        told.append(pulse.progress.get("tokens", 0))
+        return next(turns, None) is None
+
+    rollout.run(over)
+    assert told == [0, 0, 2, 4, 6, 8]
+    assert pulse.progress["running"] == 1
+
+
 def test_b14_an_abort_before_the_first_token_leaves_no_tokens_and_a_version() -> None:
     world = World(config(groups_per_step=2))
     rollout, engine = begin(world, Rows(2))

@@ -73,6 +73,23 @@ def test_groups_are_accumulated_in_pieces_as_they_arrive(micro_steps: int, piece
     assert world.events.count("update") == 1
 
 
+def test_every_piece_that_is_added_and_every_update_is_progress() -> None:
+    world = World(config(steps=2, micro_steps=4))
+    staggered(world, 16)
+    trainer, _ = world.trainer(Recorder(world.events))
+    pulse, told = trainer._client.channel.pulse, list[dict[str, Any]]()  # pyright: ignore[reportPrivateUsage]
+
+    def over() -> bool:
+        told.append(dict(pulse.progress))
+        return False
+
+    assert trainer.run(over) == "finished"
+    counts = [progress.get("groups", 0) for progress in told]
+    assert counts == sorted(counts)
+    assert set(counts) == {0, 1, 2, 3, 4, 5, 6, 7, 8}  # 2 steps of 4 groups, one at a time
+    assert (told[-1]["updates"], told[-1]["waits_for"]) == (2, "")
+
+
 def test_in_a_deterministic_run_groups_are_added_one_by_one_in_the_order_of_prompts() -> None:
     world = World(config(steps=2, micro_steps=1, deterministic=True))
     world.staff(Rows(20))

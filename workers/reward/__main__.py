@@ -14,7 +14,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve the reward queue until the run ends."""
     args = parse("reward", argv, __doc__ or "")
     with joined("reward", args) as session:
-        rewards = RewardStage(session.config.reward, session.config.rewards)
+        pulse = session.client.channel.pulse
+        rewards = RewardStage(session.config.reward, session.config.rewards, lambda n: pulse.report(samples=n))
         session.begin()
         try:
             stage.run("reward", rewards, session.client, lambda: session.over, GROUPS_AT_ONCE)

@@ -10,7 +10,7 @@ of a process (a few tenths of a second), beside the time of the samples that do 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -89,8 +89,8 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def score(self, responses: Sequence[Response]) -> list[Scored]:
-        """Return one outcome per response, in their order.
+    def score(self, responses: Sequence[Response], ended: Callable[[int], object] = lambda _: None) -> list[Scored]:
+        """Return one outcome per response, in their order; meanwhile tell `ended` whenever so many more have one.
 
         Status `timeout`: the limit passed; `failed`: the reward raised, gave no finite float32, or its process died.
         Raises `WorkerError` when a replacement cannot be started.
@@ -101,8 +101,11 @@ class RewardPool:
             self._replace(child)  # an exception left it with the samples of an earlier call
         batch = _Batch(responses, deque(range(len(responses))))
         while len(batch.results) < len(responses):
+            before = len(batch.results)
             self._hand_out(batch)
             self._turn(batch)
+            if len(batch.results) > before:
+                ended(len(batch.results) - before)
         if batch.trouble:
             statuses = Counter(scored.status for scored in batch.results.values())
             prompt, reason = batch.trouble[0]

@@ -1,6 +1,6 @@
 """The reward stage: responses in, a score and a status per sample out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from common.errors import ConfigError, WorkerError
@@ -30,8 +30,11 @@ class RewardStage:
     )
     adds: ClassVar[frozenset[str]] = frozenset({"reward", "reward_status"})
 
-    def __init__(self, reward: Component, limits: Rewards) -> None:
+    def __init__(self, reward: Component, limits: Rewards, report: Callable[[int], object] = lambda _: None) -> None:
+        """Prepare the run's reward. `report`: told how many samples have an outcome so far, while it scores."""
         self._limits = limits
+        self._report = report
+        self._samples = 0
         self._pools: dict[str, RewardPool | None] = {"": self._pool(reward)}
 
     def handle(self, groups: Sequence[Group]) -> list[Section]:
@@ -49,13 +52,17 @@ class RewardStage:
         for kind, of_kind in tasks.items():
             pool = self._pool_of(kind)
             responses = [response for _, _, response in of_kind]
-            scores = pool.score(responses) if pool else [_FAILED] * len(responses)
+            scores = pool.score(responses, self._ended) if pool else [_FAILED] * len(responses)
             for (number, sample, _), scored in zip(of_kind, scores, strict=True):
                 outcomes[number][sample] = scored
         return [
             encode("reward", {"reward": [s.score for s in samples], "reward_status": [s.status for s in samples]})
             for samples in outcomes
         ]
+
+    def _ended(self, samples: int) -> None:
+        self._samples += samples
+        self._report(self._samples)
 
     def close(self) -> None:
         """End all reward processes."""

@@ -48,6 +48,7 @@ class Decoder:
             # On CUDA, cuBLAS also wants CUBLAS_WORKSPACE_CONFIG=:4096:8 before the process starts; torch says so.
             torch.use_deterministic_algorithms(True)
         self.version: PolicyVersion = 0
+        self.generated = 0  # tokens, ever
         self._network = Network(load_model(folder, dtype=dtype, device=device))
         self._placeholders = Placeholders(self._network.model.config)
         self._home = self._network.device
@@ -177,6 +178,7 @@ class Decoder:
                 f"engine 'torch': logits of version {self.version} are not finite, or all ids are forbidden"
             )
         rows.record(token_R, logprob_R, self.version)
+        self.generated += len(rows)
 
     def _harvest(self, rows: Rows) -> None:
         """End the rows whose last token was a stop id or reached the limit."""

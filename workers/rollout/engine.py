@@ -94,6 +94,11 @@ class Engine(Protocol):
         """The version whose weights it serves."""
         ...
 
+    @property
+    def generated(self) -> int:
+        """Tokens drawn since it was made, of groups that run, finished or were aborted: it moves as generation does."""
+        ...
+
     def room(self) -> int:
         """Return how many more groups it would run now."""
         ...

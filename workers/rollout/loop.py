@@ -45,7 +45,6 @@ class Rollout:
         self._puts: list[tuple[Pending, list[Result]]] = []
         self._leases: dict[Pending, PolicyVersion] = {}  # lease requests under way, with the version that asked
         self._arrived: tuple[PolicyVersion, list[NamedTensor]] | None = None  # verified, not yet loaded
-        self._generated = 0
         self._fence = 0
         self._patience = 0.0 if config.mode == "sync" else LEASE_SECONDS
         self._log = structlog.get_logger(part="rollout")
@@ -61,6 +60,7 @@ class Rollout:
             self.lease()
             if self._engine.running():
                 self.push(self._engine.step(STEP_SECONDS))
+                self._tell()
             else:
                 self._idle()
             self._confirm(block=False)
@@ -101,8 +101,6 @@ class Rollout:
             results.append(result_of(leased, request, completion, self._decode))
         if results:
             self._puts.append((self._client.put(results), results))
-            self._generated += sum(result.tokens for result in results)
-            self._client.channel.pulse.report(tokens=self._generated, running=len(self._at_work))
 
     def drain(self) -> None:
         """Push what is done, give back what is not: it is no fault of the groups."""
@@ -116,6 +114,10 @@ class Rollout:
         if held:
             self._client.nack(held, "rollout worker stops", fault=False)
         self._at_work.clear()
+
+    def _tell(self) -> None:
+        """Report how far generation is: of a long response, too, before it is finished."""
+        self._client.channel.pulse.report(tokens=self._engine.generated, running=len(self._at_work))
 
     def _submit(self, pending: Pending, version: PolicyVersion) -> None:
         """Hand what was leased to the engine. Nothing for the `version` that asked says nothing of a newer one."""

@@ -43,6 +43,7 @@ class Trainer:
         self._evaluations = Evaluations(config.evaluation.solved_at)
         self._piece = max(1, config.groups_per_step // config.micro_steps)
         self._asked = 0
+        self._added = 0  # groups whose gradients were taken, ever
         self._fence = 0
         self._log = structlog.get_logger(part="trainer")
 
@@ -90,7 +91,9 @@ class Trainer:
         self._client.ack(trained, step=version)
         self._client.advance(version + 1)
         tensors = list(self._backend.weights())
+        self._client.channel.pulse.report(updates=version + 1, waits_for="weight broker")
         sent = self._weights.publish(version + 1, tensors, self._config.weights.chunk_bytes)
+        self._client.channel.pulse.report(waits_for="")
         self._give_turn()
         self._client.commit(version + 1)
         report.add(trained)
@@ -113,6 +116,8 @@ class Trainer:
                 self._client.nack(leases, error.reason)
                 return []
             return [added for leased in leases for added in self._accumulate([leased])]
+        self._added += len(leases)
+        self._client.channel.pulse.report(groups=self._added)
         return list(leases)
 
     def _serve_inline(self) -> bool:

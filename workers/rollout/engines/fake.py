@@ -94,6 +94,7 @@ class FakeEngine:
 
     def __init__(self, options: Options, folder: Path, deterministic: bool) -> None:  # noqa: ARG002  (it always is)
         self.version: PolicyVersion = 0
+        self.generated = 0  # tokens, ever
         self._options = options
         self._manifest = {name: (options.dtype or dtype, shape) for name, (dtype, shape) in shapes_in(folder).items()}
         self._groups: dict[str, _Group] = {}
@@ -207,6 +208,7 @@ class FakeEngine:
                 sample.ids.append(group.request.sampling.stop_ids[0] if is_end else drawn)
                 sample.logprobs.append(-4.0 * (seed_of(sample.seed, position, self.version) % 9999 + 1) / 10000)
                 sample.versions.append(self.version)
+                self.generated += 1
 
     def _taken(self, names: Collection[str]) -> list[Completion]:
         return [self._groups.pop(name).completion() for name in names]

@@ -49,6 +49,10 @@ class TorchEngine:
         """See `Engine`, as for all methods."""
         return self._decoder.version
 
+    @property
+    def generated(self) -> int:  # noqa: D102
+        return self._decoder.generated
+
     def room(self) -> int:  # noqa: D102
         return self._decoder.room()
 
