@@ -1,6 +1,6 @@
 """Requests that cannot be answered yet: each waits, with its deadline, until something changes."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from math import inf
 
@@ -46,7 +46,7 @@ class WaitingRoom:
         return self._waiting.values()
 
     @property
-    def peers(self) -> Collection[str]:
+    def peers(self) -> Set[str]:
         """Who waits, each named once."""
         return self._by_peer.keys()
 
