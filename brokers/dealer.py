@@ -274,13 +274,11 @@ class DealerChannel:
             for one in lost:
                 body = {**one.header.body, "repeats": one.header.body.get("repeats", one.header.request)}
                 header = self._stamped(replace(one.header, body=body))
-                again.append(
-                    _Request(header, (pack(header), *one.message[1:]), one.pending, now + one.seconds, one.seconds)
-                )
+                message = (pack(header), *one.message[1:])
+                again.append(_Request(header, message, one.pending, now + one.seconds, one.seconds))
             self._outbox.extendleft(reversed(again))
-        structlog.get_logger(part="channel").warning(
-            f"{why}: joining again", endpoint=self.endpoint, repeated=len(lost)
-        )
+        log = structlog.get_logger(part="channel")
+        log.warning(f"{why}: joining again", endpoint=self.endpoint, repeated=len(lost))
 
     def _expire(self) -> None:
         now = time.monotonic()

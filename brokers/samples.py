@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from brokers import bounds, refusals
-from brokers.conduct import Facts, RunService
+from brokers.conduct import Facts
+from brokers.entrance import Entrance
 from brokers.ledger import Ledger
 from brokers.record import ROLLOUT, TRAINER, Grant, Lease, Limits, Record, StageSpec
 from brokers.report import describe, item_of
@@ -14,16 +14,12 @@ from brokers.store import MemoryStore, Store
 from brokers.tapping import Taps
 from brokers.waiting import Waiting, WaitingRoom
 from brokers.watchdog import TURN, Stuck, Watchdog
-from common.errors import BrokerError, QueueFull, RelaxError, WireError
-from common.group import GroupKey
+from common.errors import BrokerError, RelaxError, WireError
 from common.header import Header, Item, attach
 from common.section import Section
 
-TOLD_AFTER_S = 1.0
-"""a producer that waits longer is told why, and told anew as often"""
 
-
-class SampleService(RunService):
+class SampleService(Entrance):
     """One run's groups. See `brokers.ledger` for what the verbs mean."""
 
     def __init__(
@@ -36,14 +32,12 @@ class SampleService(RunService):
     ) -> None:
         super().__init__(facts, stages, limits, MemoryStore() if store is None else store, kind_of_ledger)
         self.leasing = {name: WaitingRoom() for name in self.ledger.books.stages}
-        self.adding = WaitingRoom()
         self.taps = Taps(facts, self.ledger.books.stages, self.state, self.reply)
         self.open_verbs.add("tap")
         self.watchdog = Watchdog(self.ledger, self.roster, self.turn)
         self.once |= {"put", "ack"}
         self.verbs |= {
             "tap": self.taps.ask,
-            "add": self._add,
             "lease": self._lease,
             "put": self._put,
             "ack": self._ack,
@@ -52,10 +46,6 @@ class SampleService(RunService):
             "drop": self._drop,
             "status": self._status,
         }
-
-    def state(self) -> dict[str, Any]:
-        """Return how far the run is, and why producers wait, if they do."""
-        return {**super().state(), "full": next((waiting.why for waiting in self.adding.waiting if waiting.why), "")}
 
     def welcome(self, member: Member, message: Message) -> dict[str, Any]:
         """Let a member that comes back keep the leases it knows of, and no other; what it asked, it asks again."""
@@ -98,12 +88,6 @@ class SampleService(RunService):
         for room in self.leasing.values():
             for waiting in room.overdue(now):
                 self.reply(waiting.message.peer, waiting.message.header, self._nothing(waiting.message))
-        for waiting in self.adding.waiting:
-            self._tell(waiting, now)
-        for waiting in self.adding.overdue(now):
-            group, seconds = waiting.items[0][0].group, waiting.message.header.deadline_s
-            error = QueueFull(f"group {group} waited {seconds:g} s: {self._why_no_room(waiting)}")
-            self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
         self.taps.on_time(now, self.ledger.limits.lease_seconds)
         if self.watchdog.is_due(now):
             self._watch(now)
@@ -115,12 +99,11 @@ class SampleService(RunService):
 
     def serve(self, now: float) -> None:
         """Answer waiting requests for which something changed; prompts that find room now can be leased at once."""
-        if self.adding:
-            self.adding.serve(lambda waiting: self._answered(self._try_add, waiting, now), last_hope=lambda _: True)
+        self.let_in(now)
         changed = self.ledger.books.changed
         while changed:
             room = self.leasing[changed.pop()]
-            room.serve(lambda waiting: self._answered(self._try_lease, waiting, now), last_hope=self._nobody_can)
+            room.serve(lambda waiting: self.answered(self._try_lease, waiting, now), last_hope=self._nobody_can)
         super().serve(now)
         self.taps.serve(ended=self.ledger.ended is not None)
 
@@ -133,13 +116,6 @@ class SampleService(RunService):
         if stage == ROLLOUT:
             return waiting.message.integer("version", 0) >= self.ledger.window.version
         return stage != TRAINER
-
-    def _answered(self, attempt: Callable[[Waiting, float], bool], waiting: Waiting, now: float) -> bool:
-        try:
-            return attempt(waiting, now)
-        except RelaxError as error:
-            self.reply(waiting.message.peer, waiting.message.header, self.refuse(error))
-            return True
 
     def _watch(self, now: float) -> None:
         """Say once who does not get on, and once that it is over; do about it what the run's settings say."""
@@ -164,48 +140,6 @@ class SampleService(RunService):
         for room in self.leasing.values():
             for waiting in room.withdraw(stuck.peer):
                 self.reply(stuck.peer, waiting.message.header, self._nothing(waiting.message))
-
-    def _add(self, message: Message) -> None:
-        items = attach(message.header, message.frames)
-        for item, _ in items:
-            refusals.new_group(self.ledger.books, _key(item), item.sections)
-        waiting = Waiting(message, message.now + message.header.deadline_s, items)
-        behind_others = len(self.adding) > 0 and any(item.purpose == "train" for item, _ in items)
-        if behind_others or not self._try_add(waiting, message.now):
-            self.adding.add(waiting)
-
-    def _try_add(self, waiting: Waiting, now: float) -> bool:
-        while waiting.items:
-            item, sections = waiting.items[0]
-            if self._full_queue(item) or not bounds.fits(self.ledger, self.store.bytes, _key(item), item.sections):
-                return False
-            if self.ledger.add(_key(item), item.sections, now):
-                record = self.ledger.books.records[item.group]
-                for name in record.sections:
-                    self.store.keep(item.group, sections[name])
-            waiting.items.pop(0)
-        if waiting.why:
-            self.log.info("producer goes on", worker=waiting.message.peer, waited_s=round(now - waiting.since, 1))
-            waiting.why = ""
-        self.reply(waiting.message.peer, waiting.message.header, Header("ok", body=self.state()))
-        return True
-
-    def _full_queue(self, item: Item) -> str | None:
-        return self.ledger.room_for(_key(item), item.sections)
-
-    def _why_no_room(self, waiting: Waiting) -> str:
-        item, held = waiting.items[0][0], self.store.bytes
-        if not bounds.fits(self.ledger, held, _key(item), item.sections):
-            return bounds.holder(self.ledger, held)
-        return self._full_queue(item) or "waiting behind other producers"
-
-    def _tell(self, waiting: Waiting, now: float) -> None:
-        """Note why a producer waits, for whoever asks, and log it once."""
-        if now - max(waiting.since, waiting.told) < TOLD_AFTER_S:
-            return
-        first, waiting.told, waiting.why = not waiting.why, now, self._why_no_room(waiting)
-        if first:
-            self.log.info("producer waits", worker=waiting.message.peer, why=waiting.why)
 
     def _lease(self, message: Message) -> Header | None:
         header = message.header
@@ -321,10 +255,3 @@ class SampleService(RunService):
 
     def _status(self, message: Message) -> Header:
         return Header("ok", body={"status": describe(self, message.now)})
-
-
-def _key(item: Item) -> GroupKey:
-    length = item.facts.get("length", 0)
-    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-        raise WireError(f"group {item.group}: predicted length is {length!r}, expected tokens, or 0 if unknown")
-    return GroupKey(item.group, item.seq, item.purpose, item.min_version, length)  # pyright: ignore[reportArgumentType]
