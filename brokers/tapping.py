@@ -166,7 +166,7 @@ class Taps:
         batch, request = tap.batch(), tap.waiting.message.header
         tap.waiting = None
         body = self._told(tap, len(batch))
-        if new:
+        if new or request.body.get("have", 0) == 0:  # the first answer may have come too late for its question
             body |= {"facts": {**asdict(self._facts), "stage": self._stages[tap.stage].to_wire()}}
         frames = tuple(frame for copy in batch for frame in copy.frames)
         self._reply(tap.peer, request, Header("ok", items=tuple(copy.item for copy in batch), body=body), frames)

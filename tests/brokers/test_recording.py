@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class Story:
         self.send(Header("hello", worker="w", body={"role": "all"}))
 
     def send(self, header: Header, frames: Sequence[bytes] = ()) -> tuple[Item, ...]:
-        out = self.service.handle(Message("w#1", header, frames, 0.0))
+        self._requests += 1
+        numbered = replace(header, request=self._requests)
+        out = self.service.handle(Message("w#1", numbered, frames, 0.0))
         assert out[-1].header.verb == "ok", out[-1].header.body
         return out[-1].header.items
 

@@ -52,6 +52,8 @@ def recorded() -> list[Parts]:
     other.request_lease("reward", 1, 100.0)
     world.beat(other)
     other.channel.request(Header("pong", run="run-a"))
+    other.channel.request(Header("tap", run="run-a", stage="reward"))
+    other.resume(other.version)
     other.status(0.0)
     worker.leave(0.0)
     other.end("finished")

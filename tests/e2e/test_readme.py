@@ -23,9 +23,11 @@ def of_kind(first: str, *, with_port: bool = False) -> list[str]:
 
 LIVE = of_kind(".venv/bin/relaxq", with_port=True) + of_kind(".venv/bin/python", with_port=True)
 
+REPLAYS = of_kind(".venv/bin/python")
+
 
 def test_every_command_belongs_to_a_test() -> None:
-    known = [*of_kind("make"), *of_kind("sbatch"), *of_kind(".venv/bin/relaxq"), *LIVE]
+    known = [*of_kind("make"), *of_kind("sbatch"), *of_kind(".venv/bin/relaxq"), *LIVE, *REPLAYS]
     assert sorted(known) == sorted(COMMANDS)
 
 
@@ -58,19 +60,30 @@ def test_a_command_that_ends_by_itself_succeeds(command: str, folder: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_worker_attaches_to_a_live_run_by_its_address(folder: Path) -> None:
+def test_a_worker_attaches_to_a_live_run_by_its_address_and_what_a_queue_carries_is_replayed(folder: Path) -> None:
     """The README's port may be taken on this machine, so a free one stands in for it; 40 steps are enough."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    up, status, attach = (shlex.split(line.replace(PORT, port)) for line in LIVE)
-    run = subprocess.Popen([*up, "--set", "steps=40"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    up, status, attach, tap = (shlex.split(line.replace(PORT, port)) for line in LIVE)
+    run = subprocess.Popen(
+        [*up, "--set", "steps=40", "--set", "broker.journal=true"], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    tapping = subprocess.Popen(tap, cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
         attached = subprocess.run(attach, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
         assert attached.returncode == 0, attached.stderr
         assert run.wait(60) == 0
+        recorded, _ = tapping.communicate(timeout=30)
+        assert recorded.startswith("recorded 8 groups of queue 'reward'")
     finally:
-        run.terminate()
-        run.communicate(timeout=30)
+        for process in (run, tapping):
+            process.terminate()
+            process.communicate(timeout=30)
     late = subprocess.run([*status, "--deadline", "0.5"], cwd=folder, capture_output=True, text=True, check=False)
     assert late.returncode == 4, "the run is over, so nobody answers"
+    for line in REPLAYS:
+        command = shlex.split(line.replace("NAME", "quickstart-image"))
+        replayed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        assert re.search(r"^\d+ groups: \d+ handled$", replayed.stdout, re.M), replayed.stdout

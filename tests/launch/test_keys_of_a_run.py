@@ -10,7 +10,7 @@ import pytest
 
 from brokers import keys
 from brokers.conduct import Facts
-from brokers.record import Limits
+from brokers.record import ROLLOUT, TRAINER, Limits, StageSpec
 from brokers.router import Router
 from brokers.samples import SampleService
 from common import config as settings
@@ -23,6 +23,7 @@ from launch.run import announcement, answers, clear
 from launch.supervisor import NodeSupervisor
 from workers import registry
 
+STAGES = [StageSpec(name, frozenset(), frozenset(), frozenset()) for name in (ROLLOUT, TRAINER)]
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart-text.toml"
 FOLDER = "/somewhere/runs/quickstart-text"
 
@@ -98,7 +99,9 @@ def alive(folder: Path, *, encrypted: bool) -> Generator[None]:
     """A run in `folder` whose broker is up and has announced itself."""
     key = keys.read_broker_key(keys.create(folder / plan.KEYS)[0]) if encrypted else None
     folder.mkdir(exist_ok=True)
-    router = Router(SampleService(Facts("r", "{}", "/r"), (), Limits(1)), "tcp://127.0.0.1:0", SystemClock(), key=key)
+    router = Router(
+        SampleService(Facts("r", "{}", "/r"), STAGES, Limits(1)), "tcp://127.0.0.1:0", SystemClock(), key=key
+    )
     told = {"address": router.address, "run": "r", "pid": 1, "encrypted": encrypted}
     (folder / plan.ANNOUNCEMENT).write_text(json.dumps(told))
     stop = threading.Event()
