@@ -155,7 +155,8 @@ def test_held_out_prompts_are_added_once_for_each_evaluation_that_is_asked_for()
     assert asked_for(world) == [(i, f"heldout/{i}", 5, 0) for i in range(5)]
     run(feed)
     assert asked_for(world) == []
-    world.service.ledger.window.version = 3
+    for version in (1, 2, 3):
+        trainer.advance(version)
     trainer.evaluate(3)
     world.beat()
     run(feed)
@@ -189,7 +190,8 @@ def test_two_evaluations_asked_for_at_once_are_both_added() -> None:
     world = World(config(evaluation={"prompts": 3}))
     trainer = world.client("trainer")
     trainer.evaluate(0)
-    world.service.ledger.window.version = 2
+    for version in (1, 2):
+        trainer.advance(version)
     trainer.evaluate(2)
     run(world.feed(Rows(1, heldout=3)))
     assert [(seq, version) for seq, _, _, version in asked_for(world)] == [
